@@ -1,0 +1,46 @@
+# `make` alone prints this help.
+PYTHON ?= python3
+BIN := $(CURDIR)/.venv/bin
+READY := .venv/.ready
+export PATH := $(BIN):$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup repro test test-fast lint lock golden bench ui
+
+help: ## print this help
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
+
+setup: $(READY) ## install what requirements.lock names into .venv
+
+$(READY): requirements.lock
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 14) or sys.exit("Lockstep needs Python 3.11, 3.12 or 3.13, this is %d.%d; name another with: make PYTHON=python3.11" % v)'
+	@echo "installing into .venv (6 GB with CUDA; a few minutes)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	@touch $@
+
+repro: $(READY) ## set up, then prepare, train and evaluate
+	@dvc repro
+
+test: $(READY) ## set up, then all tests that this machine can run
+	@python -m pytest -m "not slow and not docker and not gpu" && python -m pytest -m "slow or docker or gpu"
+
+test-fast: $(READY) ## the fast tests
+	@python -m pytest -m "not slow and not docker and not gpu"
+
+lint: $(READY) ## ruff, pyright; hadolint and shellcheck where installed
+	@ruff check . && ruff format --check . && pyright
+	@if command -v shellcheck >/dev/null; then shellcheck .ci/run; else echo "shellcheck is not installed: skipped"; fi
+
+lock: $(READY) ## make requirements.lock anew from pyproject.toml
+	@uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+		--no-annotate --custom-compile-command "make lock" --quiet --output-file requirements.lock
+
+golden: $(READY) ## write the golden losses of this kind of machine
+	@python -m pytest tests/test_golden.py --write-golden
+
+bench: $(READY) ## what a step, a start and a no-op cost, and against whom
+	@python bench/run.py
+
+ui: $(READY) ## MLflow's UI on the local store, on 127.0.0.1:5000
+	@mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///mlflow.db --artifacts-destination mlartifacts

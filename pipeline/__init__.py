@@ -1,0 +1,1 @@
+"""Lockstep: the same bits on any number of ranks."""

@@ -1,0 +1,227 @@
+"""params.yaml -> one frozen, typed Config; every check of it; identity told apart from placement."""
+
+import difflib
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class ConfigError(ValueError):
+    """A setting is wrong: exit 2."""
+
+    exit_code = 2
+
+
+class DataError(ValueError):
+    """The data are wrong: exit 3."""
+
+    exit_code = 3
+
+
+class MachineError(RuntimeError):
+    """The machine cannot do it: exit 4."""
+
+    exit_code = 4
+
+
+class Section(BaseModel):
+    """What every section of params.yaml is: frozen, strict, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Data(Section):
+    name: str = "fashion-mnist"
+    root: str | None = None
+    validation_share: float = Field(0.1, gt=0, lt=1)
+    image_size: int | None = Field(None, ge=4, le=4096)
+    augment: Literal["none", "crop-flip"] = "none"
+
+
+class Model(Section):
+    name: str = "lenet"
+
+
+class Train(Section):
+    epochs: int = Field(10, ge=1)
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    learning_rate: float = Field(0.1, gt=0)
+    momentum: float | None = Field(0.9, ge=0, lt=1)
+    weight_decay: float = Field(0.0005, ge=0)
+    schedule: Literal["constant", "cosine"] = "cosine"
+    warmup_epochs: int = Field(1, ge=0)
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.optimizer == "adamw" and self.momentum is not None:
+            raise ValueError("momentum: adamw has none; set momentum: null")
+        if self.optimizer == "sgd" and self.momentum is None:
+            raise ValueError("momentum: sgd needs one; 0.0 is plain gradient descent")
+        if self.warmup_epochs > self.epochs:
+            raise ValueError(f"warmup_epochs: {self.warmup_epochs} is more than epochs ({self.epochs})")
+        return self
+
+
+class Dist(Section):
+    world_size: int = Field(2, ge=1)
+    nodes: int = Field(1, ge=1)
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    batch_size_per_gpu: int = Field(128, ge=1)
+    accumulation: int = Field(1, ge=1)
+    strategy: str = "ddp"
+    reduction: Literal["ordered", "native"] = "ordered"
+    lanes: int | None = Field(4, ge=1)
+    lanes_per_rank: list[int] | None = None
+    threads_per_rank: int = Field(1, ge=1)
+
+    @property
+    def global_batch(self) -> int:
+        return self.world_size * self.batch_size_per_gpu * self.accumulation
+
+    @property
+    def pieces(self) -> int:
+        """How many equal pieces a global batch is cut into: the lanes, or every rank's micro-batches."""
+        return self.lanes if self.lanes is not None else self.world_size * self.accumulation
+
+    @property
+    def pieces_per_rank(self) -> list[int]:
+        if self.lanes_per_rank is not None:
+            return list(self.lanes_per_rank)
+        whole, rest = divmod(self.pieces, self.world_size)
+        return [whole + (rank < rest) for rank in range(self.world_size)]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.world_size % self.nodes:
+            raise ValueError(f"nodes: {self.nodes} does not divide world_size ({self.world_size})")
+        if self.reduction == "native":
+            if self.lanes is not None:
+                raise ValueError("lanes: native reduction has none; set lanes: null, or reduction: ordered")
+            if self.lanes_per_rank is not None:
+                raise ValueError("lanes_per_rank: only reduction: ordered takes unequal ranks; set lanes_per_rank: null")
+            return self
+        if self.lanes is None:
+            raise ValueError(f"lanes: reduction: ordered needs at least {self.world_size * self.accumulation}, or set reduction: native")
+        self._check_lanes(self.lanes)
+        return self
+
+    def _check_lanes(self, lanes: int) -> None:
+        least = self.world_size * self.accumulation
+        if lanes < least:
+            raise ValueError(f"lanes: {lanes} is fewer than world_size x accumulation; set lanes to at least {least}")
+        if self.global_batch % lanes:
+            raise ValueError(f"lanes: {lanes} does not divide the global batch ({self.global_batch}); set lanes or batch_size_per_gpu")
+        own = self.lanes_per_rank
+        if own is not None and (len(own) != self.world_size or sum(own) != lanes or min(own) < 1):
+            raise ValueError(f"lanes_per_rank: {own} must be {self.world_size} numbers of at least 1 that add up to lanes ({lanes})")
+
+
+class Checkpoint(Section):
+    every_steps: int = Field(200, ge=1)
+    keep: int = Field(3, ge=1)
+
+
+class Tracking(Section):
+    experiment: str = Field("lockstep", min_length=1)
+
+
+class Config(Section):
+    """All of params.yaml."""
+
+    seed: int = Field(1, ge=0)
+    data: Data = Data()
+    model: Model = Model()
+    train: Train = Train()
+    dist: Dist = Dist()
+    checkpoint: Checkpoint = Checkpoint()
+    tracking: Tracking = Tracking()
+
+    def identity(self, device_kind: str, precision: str) -> dict[str, Any]:
+        """Everything here that can change the bits; where and on how many ranks it runs is not part of it under `ordered`."""
+        dist = {
+            "global_batch": self.dist.global_batch,
+            "lanes": self.dist.lanes,
+            "reduction": self.dist.reduction,
+            "strategy": self.dist.strategy,
+            "threads_per_rank": self.dist.threads_per_rank,
+        }
+        if self.dist.reduction != "ordered":
+            dist |= self.dist.model_dump(include={"world_size", "nodes", "backend", "accumulation"})
+        return {
+            "seed": self.seed,
+            "data": self.data.model_dump(exclude={"root"}),
+            "model": self.model.model_dump(),
+            "train": self.train.model_dump() | {"precision": precision},
+            "dist": dist,
+            "device": device_kind,
+        }
+
+
+def draw_seed(seed: int, *key: object) -> int:
+    """A 63-bit seed that is a function of (seed, key) alone: every random draw starts from one."""
+    return int.from_bytes(hashlib.sha256(repr((seed, *key)).encode()).digest()[:8], "big") >> 1
+
+
+def digest(value: Any) -> str:
+    """The SHA-256 of a value's canonical JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def load(path: Path) -> Config:
+    """Read and check a params file; ConfigError says which key is wrong and what to write."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; run from the project's folder, or name the file with --params") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected sections such as data: and train:, found {type(values).__name__}")
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: " + "; ".join(_explain(one) for one in error.errors())) from None
+
+
+def unknown(key: str, name: str, valid: list[str]) -> ConfigError:
+    """The error for a name that is in no catalogue, with the nearest valid ones."""
+    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    return ConfigError(f"{key}: {name!r} is unknown; " + (f"did you mean {near[0]}?" if near else f"known: {', '.join(valid)}"))
+
+
+def _explain(error: Any) -> str:
+    """One wrong key in one sentence: where, what stands there, what to write."""
+    location = [str(part) for part in error["loc"]]
+    key = ".".join(location)
+    value = error["input"]
+    if error["type"] == "extra_forbidden":
+        section: Any = Config
+        for part in location[:-1]:
+            section = section.model_fields[part].annotation
+        return str(unknown(key, location[-1], list(section.model_fields))).replace(f"{location[-1]!r} is unknown", "unknown key")
+    if error["type"] == "value_error":
+        return f"{key}.{error['ctx']['error']}"
+    if isinstance(value, str) and error["type"] in ("float_type", "int_type"):
+        return f"{key}: {value!r} is text, not a number{_as_number(value, error['type'])}"
+    said = error["msg"].replace("Input should be", "must be").replace("a valid dictionary or instance of", "a section like")
+    return f"{key}: {value!r} is wrong; it {said[0].lower() + said[1:]}"
+
+
+def _as_number(text: str, kind: str) -> str:
+    """How to write a number that YAML took for text, such as 1e-3."""
+    try:
+        number = float(text)
+    except ValueError:
+        return ""
+    if not math.isfinite(number):
+        return ""
+    return f"; write {int(number) if kind == 'int_type' or number.is_integer() else number}"

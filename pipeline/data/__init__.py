@@ -1,0 +1,59 @@
+"""The catalogue of data sets: one module each, with `load(request) -> Raw`; importing it imports none of them."""
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.config import ConfigError, unknown
+
+CATALOGUE = {
+    "fashion-mnist": "pipeline.data.fashion_mnist",
+    "synthetic": "pipeline.data.synthetic",
+}
+
+
+class Split(NamedTuple):
+    """Images as uint8 [N, C, H, W] and labels as int64 [N]."""
+
+    images: NDArray[np.uint8]
+    labels: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A data set as its source has it: a training set, a test set, the names of its classes."""
+
+    train: Split
+    test: Split
+    class_names: list[str]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Where a data set may be found or kept, and what was written behind its name (`synthetic:2018`)."""
+
+    root: Path | None
+    downloads: Path
+    seed: int
+    argument: str | None
+
+
+def check(name: str) -> None:
+    """ConfigError unless data.name is in the catalogue."""
+    kind, _, argument = name.partition(":")
+    if kind not in CATALOGUE:
+        raise unknown("data.name", name, list(CATALOGUE))
+    if argument and kind != "synthetic":
+        raise ConfigError(f"data.name: {name!r}: only synthetic takes a size; write {kind}")
+    if ":" in name and not (argument.isdecimal() and int(argument) >= 100):
+        raise ConfigError(f"data.name: {name!r}: the size must be a whole number of at least 100, such as synthetic:2018")
+
+
+def load(name: str, request: Request) -> Raw:
+    """The named data set, found, checked and decoded."""
+    raw: Raw = importlib.import_module(CATALOGUE[name.partition(":")[0]]).load(request)
+    return raw

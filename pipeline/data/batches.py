@@ -1,0 +1,74 @@
+"""Batches on the device: a whole-batch gather and transform, from memory where the data fit, else read ahead from disk."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.data import Split
+from pipeline.data.augment import Augment
+from pipeline.data.order import Order
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """From uint8 to what a model takes, on its device."""
+
+    mean: list[float]
+    std: list[float]
+    device: torch.device
+
+    def __call__(self, images: Tensor) -> Tensor:
+        mean, std = (torch.tensor(values, device=self.device)[None, :, None, None] for values in (self.mean, self.std))
+        # Each step is one correctly rounded operation an element, so the batch's shape cannot change a bit.
+        scaled = images.to(self.device).float().div_(255).sub_(mean).div_(std)
+        return scaled.contiguous(memory_format=torch.channels_last)
+
+
+def resident(split: Split, device: torch.device, free_bytes: int) -> bool:
+    """Whether a split should be held in the device's memory: it takes at most half of what is free."""
+    return device.type == "cpu" or split.images.nbytes <= free_bytes // 2
+
+
+class Batches:
+    """The lanes of a training split, in any order; the next one of the own range is read ahead where data are on disk."""
+
+    def __init__(self, split: Split, order: Order, augment: Augment, pixels: Pixels, own: range, hold: bool):
+        self._order, self._augment, self._pixels, self._own = order, augment, pixels, own
+        self._images = torch.from_numpy(split.images)
+        self._labels = torch.from_numpy(split.labels)
+        self._reader = None if hold else ThreadPoolExecutor(max_workers=1)
+        self._ahead: tuple[tuple[int, int], Future[tuple[Tensor, Tensor]]] | None = None
+        if hold:
+            self._images = self._images.to(pixels.device)
+            self._labels = self._labels.to(pixels.device)
+
+    def lane(self, step: int, lane: int) -> tuple[Tensor, Tensor]:
+        """The images, ready for the model, and the labels of one lane."""
+        images, labels = self._read(step, lane)
+        samples = self._order.lane(step, lane)
+        images = self._augment(images.to(self._pixels.device, non_blocking=True), samples, self._order.epoch(step))
+        return self._pixels(images), labels.to(self._pixels.device, non_blocking=True)
+
+    def _gather(self, step: int, lane: int) -> tuple[Tensor, Tensor]:
+        samples = self._order.lane(step, lane).to(self._images.device)
+        images, labels = self._images[samples], self._labels[samples]
+        if self._pixels.device.type == "cuda" and self._reader is not None:
+            return images.pin_memory(), labels.pin_memory()
+        return images, labels
+
+    def _read(self, step: int, lane: int) -> tuple[Tensor, Tensor]:
+        if self._reader is None:
+            return self._gather(step, lane)
+        ready = self._ahead[1] if self._ahead and self._ahead[0] == (step, lane) else self._reader.submit(self._gather, step, lane)
+        following = (step, lane + 1) if lane + 1 in self._own else (step + 1, self._own.start)
+        result = ready.result()
+        self._ahead = following, self._reader.submit(self._gather, *following)
+        return result
+
+
+def chunks(count: int, size: int) -> Iterator[slice]:
+    """A split in pieces of a fixed size, the last one shorter: how it is cut never depends on the ranks."""
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))

@@ -1,0 +1,35 @@
+"""Which samples a step takes: a function of (seed, epoch, step, lane), never a state."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from pipeline.config import draw_seed
+
+
+def generator(seed: int, *key: object) -> torch.Generator:
+    """A CPU generator for one purpose."""
+    return torch.Generator().manual_seed(draw_seed(seed, *key))
+
+
+class Order:
+    """The samples of every lane of every step; the ragged tail of an epoch is dropped, so every lane has one shape."""
+
+    def __init__(self, seed: int, count: int, global_batch: int, pieces: int):
+        assert global_batch % pieces == 0
+        self.steps_per_epoch = count // global_batch
+        self._seed, self._count, self._global_batch = seed, count, global_batch
+        self._lane_size = global_batch // pieces
+        self._permutation = lru_cache(maxsize=2)(self._permute)
+
+    def _permute(self, epoch: int) -> Tensor:
+        return torch.randperm(self._count, generator=generator(self._seed, "order", epoch))
+
+    def epoch(self, step: int) -> int:
+        return step // self.steps_per_epoch
+
+    def lane(self, step: int, lane: int) -> Tensor:
+        """The indices of the samples of one lane."""
+        start = step % self.steps_per_epoch * self._global_batch + lane * self._lane_size
+        return self._permutation(self.epoch(step))[start : start + self._lane_size]

@@ -1,0 +1,124 @@
+"""The packed store: a folder of arrays and a manifest that holds the SHA-256 of each; read without torch."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pipeline.config import DataError, digest
+from pipeline.data import Split
+
+MANIFEST = "manifest.json"
+
+
+class Manifest(BaseModel):
+    """What a prepared data set is: enough to build a model for it and to check every byte of it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    class_names: list[str]
+    shape: tuple[int, int, int]
+    counts: dict[str, int]
+    mean: list[float]
+    std: list[float]
+    sha256: dict[str, str]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names)
+
+    @property
+    def digest(self) -> str:
+        """One SHA-256 for the whole content."""
+        return digest(self.model_dump(mode="json"))
+
+
+def write(folder: Path, name: str, splits: dict[str, Split], class_names: list[str]) -> Manifest:
+    """Check the splits, pack them and put the folder in place whole."""
+    for split_name, split in splits.items():
+        _check(f"{name}, {split_name}", split, class_names)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    try:
+        sha256s: dict[str, str] = {}
+        for split_name, split in splits.items():
+            for kind, array in split._asdict().items():
+                file = f"{split_name}-{kind}.npy"
+                with (scratch / file).open("wb") as out:
+                    np.save(out, np.ascontiguousarray(array))
+                    out.flush()
+                    os.fsync(out.fileno())
+                sha256s[file] = sha256(scratch / file)
+        mean, std = _mean_and_std(splits["train"].images)
+        counts = {split_name: len(split.labels) for split_name, split in splits.items()}
+        shape = splits["train"].images.shape[1:]
+        manifest = Manifest(name=name, class_names=class_names, shape=shape, counts=counts, mean=mean, std=std, sha256=sha256s)
+        (scratch / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
+        scratch.chmod(0o755)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(scratch, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return manifest
+
+
+def _check(where: str, split: Split, class_names: list[str]) -> None:
+    images, labels = split
+    if len(labels) == 0:
+        raise DataError(f"{where}: has no images")
+    if images.dtype != np.uint8 or images.ndim != 4 or len(images) != len(labels):
+        raise DataError(f"{where}: {images.dtype} images of shape {images.shape} for {len(labels)} labels; expected uint8 [N, C, H, W]")
+    wrong = np.flatnonzero((labels < 0) | (labels >= len(class_names)))
+    if len(wrong):
+        raise DataError(f"{where}: image {wrong[0]} has label {labels[wrong[0]]}; there are {len(class_names)} classes")
+
+
+def _mean_and_std(images: NDArray[np.uint8]) -> tuple[list[float], list[float]]:
+    """Per channel, of pixels from 0 to 1; from exact counts of the 256 values, so no order of summation enters."""
+    counts = [np.bincount(images[:, channel].reshape(-1), minlength=256) for channel in range(images.shape[1])]
+    pixels = np.arange(256) / 255
+    mean = [float((count * pixels).sum() / count.sum()) for count in counts]
+    std = [float(np.sqrt((count * (pixels - center) ** 2).sum() / count.sum())) for count, center in zip(counts, mean, strict=True)]
+    return mean, [max(value, 1 / 255) for value in std]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a prepared folder."""
+    path = folder / MANIFEST
+    try:
+        return Manifest.model_validate_json(path.read_text())
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; run: python -m pipeline prepare") from None
+    except ValidationError as error:
+        raise DataError(f"{path}: is damaged ({error.error_count()} errors); run: python -m pipeline prepare") from None
+
+
+def verify(folder: Path, manifest: Manifest, splits: tuple[str, ...]) -> None:
+    """DataError unless every byte of these splits is what prepare wrote."""
+    for file, expected in manifest.sha256.items():
+        if file.split("-")[0] not in splits:
+            continue
+        path = folder / file
+        found = sha256(path) if path.exists() else "nothing"
+        if found != expected:
+            raise DataError(f"{path}: expected SHA-256 {expected}, found {found}; run: python -m pipeline prepare")
+
+
+def open_split(folder: Path, split: str) -> Split:
+    """A split's arrays, mapped from the file: pages are read when used and shared between processes."""
+    # "c": a private, writable mapping that nobody writes to; torch warns about read-only ones.
+    arrays: list[Any] = [np.load(folder / f"{split}-{kind}.npy", mmap_mode="c") for kind in Split._fields]
+    return Split(*arrays)
+
+
+def sha256(path: Path) -> str:
+    """The digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,87 @@
+"""The evaluate stage: the published model on the test images, each exactly once."""
+
+import json
+import logging
+import os
+from typing import Any
+
+from pipeline.config import Config, ConfigError, DataError
+from pipeline.data import store
+from pipeline.files import Paths, write_whole
+from pipeline.job import Job
+from pipeline.launch import machine, outcome
+from pipeline.launch.lock import held
+from pipeline.launch.placement import place
+from pipeline.launch.progress import Progress
+from pipeline.launch.work import Work, opening
+from pipeline.report import plots
+from pipeline.tracking.journal import Journal
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config, paths: Paths) -> int:
+    """Evaluate what models/ holds, as it was trained; returns the exit code."""
+    proof = read_receipt(paths)
+    manifest = store.read_manifest(paths.prepared)
+    if manifest.digest != proof["data_digest"]:
+        raise DataError(f"{paths.prepared}: is not what {paths.models} was trained on; run: python -m pipeline train")
+    trained = Config.model_validate(proof["parameters"])
+    # The model as it was trained, on the ranks that are asked for now.
+    config = trained.model_copy(update={"dist": config.dist})
+    placement = place(config, machine.look())
+    store.verify(paths.prepared, manifest, ("test",))
+    run = paths.runs / proof["fingerprint"]
+    job = Job(
+        config=config,
+        device=placement.device,
+        backend=placement.backend,
+        precision=placement.precision,
+        prepared=paths.prepared,
+        run=run,
+        weights=paths.models / "model.safetensors",
+    )
+    with held(run / "lock"):
+        job.result.unlink(missing_ok=True)
+
+        def finish(journal: Journal, run_id: str | None) -> None:
+            report(job, paths, manifest.class_names, proof["best"]["step"], journal)
+
+        progress = Progress(job.journal, 1, 1)
+        first_line = opening(trained, paths, f"{trained.model.name} on {manifest.name} {proof['fingerprint'][:6]}")
+        tags: dict[str, Any] = {"dvc.experiment": os.environ.get("DVC_EXP_NAME")}
+        end = Work("evaluate", job, paths).run("pipeline.training.examine", first_line, tags, progress, finish)
+    if end.exit_code == 0:
+        found = json.loads((paths.metrics / "eval.json").read_text())
+        progress.say(f"test accuracy {found['accuracy']:.4f} ({found['correct']} of {found['total']}), loss {found['loss']:.4f}")
+    else:
+        progress.say(outcome.message(end))
+    return end.exit_code
+
+
+def read_receipt(paths: Paths) -> dict[str, Any]:
+    """The receipt beside the model, if it belongs to that model."""
+    path = paths.models / "receipt.json"
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file; run: python -m pipeline train")
+    proof: dict[str, Any] = json.loads(path.read_text())
+    model = paths.models / "model.safetensors"
+    found = store.sha256(model) if model.exists() else "nothing"
+    if found != proof["model_sha256"]:
+        raise DataError(f"{model}: expected SHA-256 {proof['model_sha256']}, found {found}; run: python -m pipeline train")
+    return proof
+
+
+def report(job: Job, paths: Paths, class_names: list[str], step: int, journal: Journal) -> None:
+    """Metrics, plots, and the same in the journal."""
+    found: dict[str, Any] = json.loads(job.result.read_text())
+    confusion = found.pop("confusion")
+    per_class = {
+        name: row[index] / sum(row) if sum(row) else 0.0 for index, (name, row) in enumerate(zip(class_names, confusion, strict=True))
+    }
+    write_whole(paths.metrics / "eval.json", (json.dumps(found | {"class_accuracy": per_class}, indent=2) + "\n").encode())
+    plots.confusion(confusion, class_names, paths.plots)
+    plots.class_accuracy(per_class, paths.plots)
+    journal.metrics({f"test/{name}": value for name, value in found.items()}, step)
+    for path in [paths.metrics / "eval.json", *sorted(paths.plots.glob("confusion.*")), *sorted(paths.plots.glob("classes.*"))]:
+        journal.event("artifact", path=str(path), folder="plots" if path.parent == paths.plots else None)

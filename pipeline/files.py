@@ -1,0 +1,63 @@
+"""Where the files of an experiment are, and how one is written so that nobody sees half of it."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """A reader sees the old file or the new one, also after a power cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.partial")
+    with scratch.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+@dataclass(frozen=True)
+class Paths:
+    """All paths of one experiment."""
+
+    params: Path
+
+    @property
+    def root(self) -> Path:
+        return self.params.resolve().parent
+
+    @property
+    def home(self) -> Path:
+        """Where things lie that outlive a temporary experiment: the workspace from which DVC started it."""
+        parts = self.root.parts
+        for at in range(len(parts) - 2):
+            if parts[at : at + 3] == (".dvc", "tmp", "exps"):
+                return Path(*parts[:at])
+        return self.root
+
+    @property
+    def downloads(self) -> Path:
+        return self.home / "data" / "raw"
+
+    @property
+    def prepared(self) -> Path:
+        return self.root / "data" / "prepared"
+
+    @property
+    def runs(self) -> Path:
+        return self.home / "runs"
+
+    @property
+    def models(self) -> Path:
+        return self.root / "models"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics"
+
+    @property
+    def plots(self) -> Path:
+        return self.root / "plots"

@@ -1,0 +1,64 @@
+"""What this machine computes with, found out without torch."""
+
+import ctypes
+import os
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+# What oneDNN, MKL and ATen choose their kernels by: another choice rounds differently.
+INSTRUCTION_SETS = ("avx2", "avx512", "avx_vnni", "amx", "fma", "asimd", "sve", "bf16", "i8mm")
+OVERRIDES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
+# CUDA's compute capability from which on bf16 is native.
+AMPERE = 8
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs by name, and the kind of CPU."""
+
+    gpus: list[str]
+    capability: int
+    cpu: str
+    cpu_has_bf16: bool
+
+
+def look() -> Machine:
+    """This machine, as CUDA_VISIBLE_DEVICES leaves it."""
+    gpus, capability = _gpus()
+    cpu, has_bf16 = _cpu(Path("/proc/cpuinfo"))
+    return Machine(gpus, capability, cpu, has_bf16)
+
+
+def _cpu(info: Path) -> tuple[str, bool]:
+    """The kind of CPU: maker, second-level cache and instruction sets, and what the environment takes away from them."""
+    text = info.read_text() if info.exists() else ""
+    flags = set(" ".join(re.findall(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)[:1]).split())
+    maker = re.findall(r"^(?:vendor_id|CPU implementer)\s*: (.*)$", text, re.MULTILINE)[:1]
+    cache = re.findall(r"^cache size\s*: (.*)$", text, re.MULTILINE)[:1]
+    sets = sorted(flag for flag in flags if flag.startswith(INSTRUCTION_SETS))
+    overrides = [f"{name}={os.environ[name]}" for name in OVERRIDES if name in os.environ]
+    kind = " ".join([platform.machine(), *maker, *(one.replace(" ", "") for one in cache), *sets, *overrides])
+    return kind, bool({"avx512_bf16", "amx_bf16", "bf16"} & flags) and not overrides
+
+
+def _gpus() -> tuple[list[str], int]:
+    """The names of the visible GPUs and the lowest capability among them, asked of the driver."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return [], 0
+    count, device, major, minor = (ctypes.c_int() for _ in range(4))
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return [], 0
+    names: list[str] = []
+    capabilities: list[int] = []
+    for index in range(count.value):
+        name = ctypes.create_string_buffer(256)
+        cuda.cuDeviceGet(ctypes.byref(device), index)
+        cuda.cuDeviceGetName(name, len(name), device)
+        cuda.cuDeviceComputeCapability(ctypes.byref(major), ctypes.byref(minor), device)
+        names.append(name.value.decode())
+        capabilities.append(major.value)
+    return names, min(capabilities, default=0)

@@ -1,0 +1,63 @@
+"""The mirror as a process of ours: start it, learn the run's id from it, let it finish."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from pipeline.files import Paths
+from pipeline.tracking.mirror import read_state
+
+# How late an end may be because of MLflow: while it answers, and when it does not.
+PATIENCE_SECONDS, DEAF_SECONDS = 120, 10
+QUICK_TO_FAIL = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_ENABLE_ASYNC_LOGGING": "false"}
+
+
+def tracking_uri(paths: Paths) -> str:
+    """Where runs are recorded: what the environment says, else a database beside the params file."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{paths.home / 'mlflow.db'}"
+
+
+class MirrorProcess:
+    """Mirrors one run until it is told that the journal is complete."""
+
+    def __init__(self, run: Path, paths: Paths):
+        (run / "logs").mkdir(parents=True, exist_ok=True)
+        self._run = run
+        with (run / "logs" / "mirror.log").open("a") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "pipeline.tracking.mirror", str(run)],
+                cwd=Path(__file__).parents[2],
+                env=os.environ | QUICK_TO_FAIL | {"MLFLOW_TRACKING_URI": tracking_uri(paths)},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+            )
+
+    def run_id(self) -> str | None:
+        """MLflow's id of the run, once it has one; None where it cannot be had now."""
+        until = time.monotonic() + DEAF_SECONDS
+        while time.monotonic() < until:
+            state = read_state(self._run)
+            if state["run_id"] or state["error"] or self._process.poll() is not None:
+                return state["run_id"]
+            time.sleep(0.1)
+        return None
+
+    def finish(self) -> str | None:
+        """Close the journal and wait for the mirror; what went wrong, or None."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        closed_at = time.monotonic()
+        while self._process.poll() is None:
+            waited = time.monotonic() - closed_at
+            if waited > (DEAF_SECONDS if read_state(self._run)["error"] else PATIENCE_SECONDS):
+                self._process.kill()
+                self._process.wait()
+            time.sleep(0.05)
+        if self._process.returncode == 0:
+            return None
+        return (
+            read_state(self._run)["error"] or f"the mirror ended with {self._process.returncode}; see {self._run / 'logs' / 'mirror.log'}"
+        )

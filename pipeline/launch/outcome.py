@@ -1,0 +1,65 @@
+"""How a run ended: judged from the journal and from torchrun, written down for programs, said once for people."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pipeline.files import write_whole
+from pipeline.launch.torchrun import Failure, Watch
+from pipeline.tracking import journal
+
+LOST_PEER, STOPPED = 6, 75
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What status.json holds."""
+
+    outcome: str
+    exit_code: int
+    cause: str
+    rank: int | None
+    step: int
+    checkpoint: str | None
+    command: str
+
+    def write(self, run: Path) -> None:
+        """For other programs: DVC and torchrun swallow exit codes."""
+        write_whole(run / "status.json", (json.dumps(asdict(self), indent=2) + "\n").encode())
+
+
+def judge(watch: Watch, run: Path, checkpoint: str | None, command: str) -> Outcome:
+    """What became of the last start in this run's journal."""
+    end = journal.last(run / "journal.jsonl", "started", "finished", "stopped")
+    step = journal.last(run / "journal.jsonl", "metrics", "finished", "stopped").get("step", 0)
+
+    def ended(outcome: str, exit_code: int, cause: str, rank: int | None = None) -> Outcome:
+        return Outcome(outcome, exit_code, cause, rank, step, checkpoint, command)
+
+    if watch.exit_code == 0 and end["kind"] != "stopped":
+        return ended("done", 0, "")
+    if watch.stopped_at_once:
+        return ended("stopped", 128 + (watch.stopped_by or 0), "stopped at once by a second signal")
+    if end["kind"] == "stopped" or watch.stopped_by is not None:
+        return ended("stopped", STOPPED, f"stopped on request at step {step}")
+    if not watch.failures:
+        return ended("failed", LOST_PEER, f"torchrun ended with {watch.exit_code} and no word from a rank; see {run / 'logs'}")
+    failure = watch.failures[-1]
+    if failure.exit_code > 1:
+        name = {2: "configuration", 3: "data", 4: "machine", 5: "diverged"}.get(failure.exit_code, "failed")
+        return ended(name, failure.exit_code if failure.exit_code in (2, 3, 4, 5) else LOST_PEER, failure.cause, failure.rank)
+    return ended("failed", LOST_PEER, f"{describe(failure)}; restarts are used up; logs: {run / 'logs'}", failure.rank)
+
+
+def describe(failure: Failure) -> str:
+    """One failure in a few words."""
+    how = f"was ended by {failure.signal}" if failure.signal else f"failed: {failure.cause or f'exit code {failure.exit_code}'}"
+    return f"rank {failure.rank} {how}"
+
+
+def message(outcome: Outcome) -> str:
+    """The one line for people: what, where, what to do."""
+    if outcome.outcome == "done":
+        return f"done: {outcome.step} steps"
+    kept = f" Kept: {outcome.checkpoint}." if outcome.checkpoint else ""
+    return f"{outcome.cause}.{kept} To go on: {outcome.command}"

@@ -1,0 +1,49 @@
+"""From what is asked for and what is here to where each rank runs; every check that needs the machine."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.config import Config, ConfigError, MachineError
+from pipeline.launch.machine import AMPERE, Machine
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Device, backend and precision, with nothing left to decide."""
+
+    device: Literal["cpu", "cuda"]
+    device_kind: str
+    backend: Literal["gloo", "nccl"]
+    precision: Literal["fp32", "bf16"]
+
+
+def place(config: Config, machine: Machine) -> Placement:
+    """Decide it, or say what cannot be and which setting works."""
+    dist = config.dist
+    if dist.nodes > 1:
+        raise ConfigError(f"dist.nodes: {dist.nodes} machines cannot be led from here yet; set nodes: 1")
+    if len(set(machine.gpus)) > 1:
+        raise MachineError(
+            f"GPUs of several kinds ({', '.join(sorted(set(machine.gpus)))}) compute different bits; pick with CUDA_VISIBLE_DEVICES"
+        )
+    gpus = len(machine.gpus)
+    if dist.backend == "nccl" and gpus == 0:
+        raise MachineError("dist.backend: nccl needs GPUs and this machine shows none; set backend: gloo (or auto)")
+    if dist.backend == "nccl" and gpus < dist.world_size:
+        raise MachineError(
+            f"dist.world_size: {dist.world_size} ranks, {gpus} GPUs: nccl wants one each; set world_size: {gpus}, or backend: gloo"
+        )
+    device: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
+    return Placement(
+        device=device,
+        device_kind=machine.gpus[0] if gpus else machine.cpu,
+        backend="nccl" if gpus >= dist.world_size and dist.backend != "gloo" else "gloo",
+        precision=_precision(config.train.precision, device, machine),
+    )
+
+
+def _precision(asked: str, device: str, machine: Machine) -> Literal["fp32", "bf16"]:
+    if asked == "auto":
+        native = machine.capability >= AMPERE if device == "cuda" else machine.cpu_has_bf16
+        return "bf16" if native else "fp32"
+    return "bf16" if asked == "bf16" else "fp32"

@@ -1,0 +1,66 @@
+"""What people watch: one live line in a terminal, plain lines in a log."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from pipeline.tracking.journal import Tail
+
+PLAIN_EVERY_SECONDS = 30
+
+
+class Progress:
+    """Follows a journal and shows where the training is."""
+
+    def __init__(self, journal: Path, total_steps: int, steps_per_epoch: int):
+        journal.touch()
+        self._tail = Tail(journal, journal.stat().st_size)
+        self._total, self._per_epoch = total_steps, steps_per_epoch
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._live = Live(console=self._console, refresh_per_second=4, transient=True) if self._console.is_terminal else None
+        self._said_at = time.monotonic()
+        self._speed = 0.0
+
+    def __enter__(self) -> "Progress":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, markup=False)
+
+    def tick(self) -> None:
+        """Show what is new."""
+        for line in self._tail:
+            if line["kind"] == "metrics":
+                self._show(line["step"], line["values"])
+
+    def _show(self, step: int, values: dict[str, Any]) -> None:
+        epoch, epochs = (step - 1) // self._per_epoch + 1, self._total // self._per_epoch
+        if "validation/accuracy" in values:
+            self.say(
+                f"epoch {epoch}/{epochs}  validation loss {values['validation/loss']:.4f}  accuracy {values['validation/accuracy']:.4f}"
+            )
+            self._said_at = time.monotonic()
+        elif "train/loss" in values:
+            self._speed = values.get("train/images_per_second", self._speed)
+            images_left = (self._total / step - 1) * values["train/samples"]
+            left = time.strftime("%H:%M:%S", time.gmtime(images_left / self._speed)) if self._speed else "?"
+            text = (
+                f"epoch {epoch}/{epochs}  step {step}/{self._total}  loss {values['train/loss']:.4f}  "
+                f"accuracy {values['train/accuracy']:.4f}  {self._speed:,.0f} images/s  {left} left"
+            )
+            if self._live:
+                self._live.update(Text(text, no_wrap=True, overflow="ellipsis"))
+            elif time.monotonic() - self._said_at > PLAIN_EVERY_SECONDS:
+                self.say(text)
+                self._said_at = time.monotonic()

@@ -1,0 +1,199 @@
+"""Start torchrun, pass on signals, wait until every one of its processes has gone, and say what failed first."""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+MAX_RESTARTS = 3
+# What a rank may take to save and leave after a signal.
+GRACE_SECONDS = 60
+FINAL_EXITS = (2, 3, 4, 5)
+FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first rank that failed in an attempt."""
+
+    rank: int
+    exit_code: int
+    cause: str
+    attempt: int
+
+    @property
+    def signal(self) -> str | None:
+        return signal.Signals(-self.exit_code).name if self.exit_code < 0 else None
+
+
+@dataclass
+class Watch:
+    """What happened while torchrun ran."""
+
+    stopped_by: int | None = None
+    stopped_at_once: bool = False
+    exit_code: int = 0
+    failures: list[Failure] = field(default_factory=list[Failure])
+
+
+def run(module: str, job: Path, world_size: int, threads: int, tell: Callable[[Failure], None], tick: Callable[[], None]) -> Watch:
+    """Run a module on so many ranks; `tell` hears of every failure, `tick` is called while they work."""
+    logs = job.parent / "logs" / time.strftime("%Y%m%d-%H%M%S")
+    logs.mkdir(parents=True, exist_ok=True)
+    watch = Watch()
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+    if prctl:
+        # Orphans of torchrun become our children, so that we can wait for them.
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    process = subprocess.Popen(
+        _command(module, job, world_size, logs),
+        env=os.environ | _environment(threads),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A session of its own: Ctrl-C in a terminal reaches us alone, and we decide what becomes of it.
+        start_new_session=True,
+        preexec_fn=(lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM)) if prctl else None,
+    )
+    stop = _Stopper(process, watch)
+    for signum in before:
+        signal.signal(signum, stop.on_signal)
+    reader = threading.Thread(target=_read, args=(process, logs, watch, tell), daemon=True)
+    reader.start()
+    try:
+        while process.poll() is None:
+            tick()
+            stop.if_orphaned()
+            time.sleep(0.1)
+        reader.join(5)
+        _wait_for_orphans(process.pid, watch)
+    finally:
+        _kill(process.pid)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    tick()
+    watch.exit_code = process.returncode
+    return watch
+
+
+def _command(module: str, job: Path, world_size: int, logs: Path) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes=1", f"--nproc-per-node={world_size}"),
+        # Port 0: the system chooses a free one, and the id keeps two jobs apart.
+        *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id={uuid.uuid4().hex}", "--local-addr=127.0.0.1"),
+        *(f"--max-restarts={MAX_RESTARTS}", f"--shutdown-timeout={GRACE_SECONDS}"),
+        *(f"--log-dir={logs}", "--redirects=3"),
+        *("-m", module, str(job)),
+    ]
+
+
+def _environment(threads: int) -> dict[str, str]:
+    here = str(Path(__file__).parents[2])
+    return {
+        "PYTHONPATH": os.pathsep.join([here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "GLOO_SOCKET_IFNAME": "lo",
+        # cuBLAS is deterministic only with a workspace of fixed size.
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+
+
+class _Stopper:
+    """The first signal asks the ranks to stop, the second ends everything at once."""
+
+    def __init__(self, process: subprocess.Popen[str], watch: Watch):
+        self._process, self._watch, self._parent = process, watch, os.getppid()
+
+    def on_signal(self, number: int, _: FrameType | None) -> None:
+        if self._watch.stopped_by is not None:
+            self._watch.stopped_at_once = True
+            _kill(self._process.pid)
+            return
+        self._watch.stopped_by = number
+        self._process.send_signal(signal.SIGTERM)
+
+    def if_orphaned(self) -> None:
+        """Whoever started us has gone: nobody would hear of the end, so stop and keep what there is."""
+        if self._watch.stopped_by is None and os.getppid() != self._parent:
+            self.on_signal(signal.SIGTERM, None)
+
+
+def _read(process: subprocess.Popen[str], logs: Path, watch: Watch, tell: Callable[[Failure], None]) -> None:
+    """Keep what torchrun says, and take the failures out of it."""
+    assert process.stderr is not None
+    with (logs / "torchrun.log").open("w") as log:
+        attempt = 0
+        for line in process.stderr:
+            log.write(line)
+            log.flush()
+            found = FAILED.search(line)
+            if found is None or watch.stopped_by is not None or watch.stopped_at_once:
+                continue
+            exit_code, rank = int(found[1]), int(found[2])
+            failure = Failure(rank, exit_code, cause_of(logs, attempt, rank), attempt)
+            attempt += 1
+            watch.failures.append(failure)
+            if exit_code in FINAL_EXITS:
+                # Trying again cannot help.
+                _kill(process.pid)
+            tell(failure)
+
+
+def cause_of(logs: Path, attempt: int, rank: int) -> str:
+    """What a rank said last: its own error, or the last line it wrote."""
+    for path in logs.glob(f"*/attempt_{attempt}/{rank}/error.json"):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            message: Any = json.loads(path.read_text())["message"]
+            return str(message if isinstance(message, str) else message["message"]).strip()
+    for path in logs.glob(f"*/attempt_{attempt}/{rank}/stderr.log"):
+        lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+        if lines:
+            return lines[-1].strip()
+    return ""
+
+
+def _wait_for_orphans(torchrun: int, watch: Watch) -> None:
+    """torchrun is gone; its ranks may still be saving."""
+    until = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < until and not watch.stopped_at_once and _members(torchrun):
+        time.sleep(0.1)
+
+
+def _members(torchrun: int) -> list[psutil.Process]:
+    """Our living descendants that torchrun started: those of its session, and of sessions that its ranks opened."""
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, ChildProcessError):
+            if os.getsid(child.pid) == os.getsid(0):
+                continue
+            if child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
+            elif child.pid != torchrun:
+                os.waitpid(child.pid, os.WNOHANG)
+    return found
+
+
+def _kill(torchrun: int) -> None:
+    """End torchrun and all that it started, at once."""
+    for member in _members(torchrun):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()

@@ -1,0 +1,26 @@
+"""The LeNet of the tutorials: conv 20 @ 3x3, conv 50 @ 5x5, 800-128-classes on 28x28 images."""
+
+from torch import nn
+
+from pipeline.config import ConfigError
+
+SMALLEST_SIDE = 16
+
+
+def build(channels: int, side: int, num_classes: int) -> nn.Module:
+    """LeNet for images of any side from 16 pixels."""
+    if side < SMALLEST_SIDE:
+        raise ConfigError(f"model.name: lenet needs images of {SMALLEST_SIDE} pixels or more, these have {side}; set data.image_size")
+    left = ((side - 2) // 2 - 4) // 2
+    return nn.Sequential(
+        nn.Conv2d(channels, 20, 3),
+        nn.ReLU(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(20, 50, 5),
+        nn.ReLU(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(50 * left * left, 128),
+        nn.ReLU(),
+        nn.Linear(128, num_classes),
+    )

@@ -1,0 +1,85 @@
+"""DistributedDataParallel: every rank holds the whole model and takes its lanes of the global batch."""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeline.parallel.lanes import Lanes, Node, Task, Totals, push
+from pipeline.parallel.ordered import LaneGradients, OrderedSum, add
+from pipeline.ranks import Ranks
+
+
+def build(task: Task, lanes: Lanes, ranks: Ranks, reduction: str) -> "Ddp":
+    """DDP under the ordered reduction, or under the backend's own all-reduce."""
+    return Ddp(task, lanes, ranks, reduction == "ordered")
+
+
+class Ddp:
+    """One lane after another; only the last one's backward meets the other ranks."""
+
+    def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, ordered: bool):
+        self._task, self._lanes, self._ranks = task, lanes, ranks
+        # Buffers are not broadcast: every lane starts from the same ones, and their mean is taken below.
+        self._ddp = DistributedDataParallel(task.model, forward_sync_buffers=False, gradient_as_bucket_view=True)
+        self._buffers = LaneBuffers(task.model, lanes, ranks)
+        self._gradients = LaneGradients(lanes, ranks, [one for one in task.model.parameters() if one.requires_grad]) if ordered else None
+        if self._gradients is not None:
+            self._ddp.register_comm_hook(None, self._gradients.hook)
+        # DDP's own reduction is a mean over ranks, ours a sum over lanes.
+        self._scale = (1 if ordered else ranks.size) / lanes.global_batch
+
+    def backward(self, step: int) -> Totals:
+        """Gradients of the mean loss over the global batch, and the step's totals."""
+        for parameter in self._task.model.parameters():
+            parameter.grad = None
+        rows: list[Tensor] = []
+        self._buffers.start()
+        for lane in self._lanes.own:
+            last = lane == self._lanes.own[-1]
+            self._buffers.before_lane()
+            with nullcontext() if last else self._ddp.no_sync():
+                loss, row = self._task.forward(self._ddp, step, lane)
+                (loss * self._scale).backward()  # pyright: ignore[reportUnknownMemberType]
+            self._buffers.after_lane(lane)
+            rows.append(row)
+            if self._gradients is not None and not last:
+                self._gradients.keep(lane)
+        self._buffers.finish()
+        return Totals(rows, self._lanes, self._ranks)
+
+
+class LaneBuffers:
+    """A model's buffers in a step: each lane starts from the same ones; floating-point ones become the mean over lanes."""
+
+    def __init__(self, model: nn.Module, lanes: Lanes, ranks: Ranks):
+        self._all = list(model.buffers())
+        self._floating = [buffer for buffer in self._all if buffer.is_floating_point()]
+        self._sum = OrderedSum(lanes, ranks)
+        self._count = lanes.count
+        self._before: list[Tensor] = []
+        self._stack: list[Node[Tensor]] = []
+
+    def start(self) -> None:
+        """A step begins."""
+        self._before = [buffer.clone() for buffer in self._all]
+        self._stack = []
+
+    def before_lane(self) -> None:
+        """Back to where the step began."""
+        for buffer, value in zip(self._all, self._before, strict=True):
+            buffer.copy_(value)
+
+    def after_lane(self, lane: int) -> None:
+        """Keep what the lane made of the floating-point buffers."""
+        if self._floating:
+            push(self._stack, (lane, 1, torch.cat([buffer.flatten() for buffer in self._floating])), add)
+
+    def finish(self) -> None:
+        """Set the floating-point buffers to the mean over all lanes; whole numbers are those of one lane, the same in each."""
+        if not self._floating:
+            return
+        mean = self._sum(self._stack) / self._count
+        for buffer, value in zip(self._floating, mean.split([buffer.numel() for buffer in self._floating]), strict=True):
+            buffer.copy_(value.view_as(buffer))

@@ -1,0 +1,110 @@
+"""Lanes: the equal pieces of a global batch, who owns them, and the one tree in which their results are summed."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeline.config import draw_seed
+from pipeline.ranks import Ranks
+
+T = TypeVar("T")
+# A node of the tree: its first lane, how many lanes it spans, and their sum.
+Node = tuple[int, int, T]
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Who owns which of the equal pieces of a global batch: ranks own contiguous ranges, in the order of ranks."""
+
+    per_rank: list[int]
+    rank: int
+    global_batch: int
+
+    @property
+    def count(self) -> int:
+        return sum(self.per_rank)
+
+    @property
+    def own(self) -> range:
+        return self.of(self.rank)
+
+    def of(self, rank: int) -> range:
+        first = sum(self.per_rank[:rank])
+        return range(first, first + self.per_rank[rank])
+
+
+def maximal_nodes(lanes: range) -> Iterator[tuple[int, int]]:
+    """The largest aligned blocks (first lane, size) that cover a range: the nodes that one rank can finish alone."""
+    start = lanes.start
+    while start < lanes.stop:
+        size = 1
+        while start % (2 * size) == 0 and start + 2 * size <= lanes.stop:
+            size *= 2
+        yield start, size
+        start += size
+
+
+def push(stack: list[Node[T]], node: Node[T], add: Callable[[T, T], T]) -> None:
+    """Put a node on the stack and merge while the two topmost are siblings: a binary counter."""
+    stack.append(node)
+    while len(stack) > 1 and stack[-2][1] == stack[-1][1] and stack[-2][0] % (2 * stack[-1][1]) == 0:
+        _, _, right = stack.pop()
+        start, size, left = stack.pop()
+        stack.append((start, 2 * size, add(left, right)))
+
+
+def fold(stack: list[Node[T]], add: Callable[[T, T], T]) -> T:
+    """The sum of all lanes; where their number is no power of two, the last blocks are added first."""
+    _, _, total = stack[-1]
+    for _, _, left in reversed(stack[:-1]):
+        total = add(left, total)
+    return total
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a strategy is to differentiate: a model, the lanes of a step, and the loss."""
+
+    model: nn.Module
+    batch: Callable[[int, int], tuple[Tensor, Tensor]]
+    seed: int
+    label_smoothing: float
+    autocast: Callable[[], AbstractContextManager[object]]
+
+    def forward(self, model: nn.Module, step: int, lane: int) -> tuple[Tensor, Tensor]:
+        """The sum of the losses of one lane, and its row of totals; its random draws depend on (seed, step, lane) alone."""
+        images, labels = self.batch(step, lane)
+        seed_draws(draw_seed(self.seed, "lane", step, lane), images.device)
+        with self.autocast():
+            logits = model(images)
+        loss = F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=self.label_smoothing)
+        correct = (logits.detach().argmax(1) == labels).sum()
+        return loss, torch.stack([loss.detach().double(), correct.double()])
+
+
+def seed_draws(seed: int, device: torch.device) -> None:
+    """Start the device's own generator, the one that dropout draws from, at a seed."""
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums of loss and of right answers of one step, a row for each own lane."""
+
+    rows: list[Tensor]
+    lanes: Lanes
+    ranks: Ranks
+
+    def over_ranks(self) -> dict[str, float]:
+        """Means over the global batch, the same on all ranks and on any number of ranks; every rank must call it."""
+        rows = self.ranks.gather_rows(torch.stack(self.rows), self.lanes.per_rank)
+        loss, correct = (rows.sum(0) / self.lanes.global_batch).tolist()
+        return {"train/loss": loss, "train/accuracy": correct}

@@ -1,0 +1,85 @@
+"""Curves and tables: as CSV for `dvc plots`, as PNG for people."""
+
+import csv
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pipeline.tracking.journal import read
+
+CURVES = ("train/loss", "train/accuracy", "train/learning_rate", "validation/loss", "validation/accuracy")
+
+
+def curves(journal: Path, folder: Path) -> None:
+    """`curves.csv` and `curves.png`: loss, accuracy and learning rate over the steps."""
+    by_step: dict[int, dict[str, float]] = {}
+    for line in read(journal):
+        if line["kind"] == "metrics":
+            by_step.setdefault(line["step"], {}).update({name: value for name, value in line["values"].items() if name in CURVES})
+    steps = [(step, values) for step, values in sorted(by_step.items()) if values]
+    header = [name.replace("/", "_") for name in CURVES]
+    _write_csv(folder / "curves.csv", ["step", *header], ([step, *(values.get(name, "") for name in CURVES)] for step, values in steps))
+    figure, (left, right) = _figure(1, 2, (11, 4))
+    for axes, kind in ((left, "loss"), (right, "accuracy")):
+        for part in ("train", "validation"):
+            points = [(step, values[f"{part}/{kind}"]) for step, values in steps if f"{part}/{kind}" in values]
+            axes.plot(*zip(*points, strict=True), label=part, marker="o" if part == "validation" else None, markersize=4)
+        axes.set(xlabel="step", ylabel=kind)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    _save(figure, folder / "curves.png")
+
+
+def confusion(counts: list[list[int]], names: list[str], folder: Path) -> None:
+    """`confusion.csv`, a row for every pair of true and predicted class, and `confusion.png`."""
+    pairs = ([names[true], names[predicted], count] for true, row in enumerate(counts) for predicted, count in enumerate(row))
+    _write_csv(folder / "confusion.csv", ["actual", "predicted", "count"], pairs)
+    figure, axes = _figure(1, 1, (7, 6))
+    axes.imshow(counts, cmap="Blues")
+    axes.set(xlabel="predicted", ylabel="actual")
+    if len(names) <= 20:
+        axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
+        axes.set_yticks(range(len(names)), names)
+        highest = max(max(row) for row in counts)
+        for true, row in enumerate(counts):
+            for predicted, count in enumerate(row):
+                axes.text(
+                    predicted, true, str(count), ha="center", va="center", color="white" if count > highest / 2 else "black", fontsize=8
+                )
+    _save(figure, folder / "confusion.png")
+
+
+def class_accuracy(values: dict[str, float], folder: Path) -> None:
+    """`classes.csv` and `classes.png`: the accuracy of every class."""
+    _write_csv(folder / "classes.csv", ["class", "accuracy"], values.items())
+    figure, axes = _figure(1, 1, (7, 4))
+    axes.barh(range(len(values)), list(values.values()))
+    axes.set_yticks(range(len(values)), list(values))
+    axes.invert_yaxis()
+    axes.set(xlabel="accuracy", xlim=(0, 1))
+    _save(figure, folder / "classes.png")
+
+
+def _write_csv(path: Path, header: list[str], rows: Iterable[Iterable[Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(header)
+        writer.writerows(rows)
+
+
+def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(rows, columns, figsize=size, layout="constrained")
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
+    # Without the date and the version in it, equal plots are equal files.
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    pyplot.close(figure)

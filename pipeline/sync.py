@@ -1,0 +1,29 @@
+"""The sync command: what MLflow has not heard of yet is sent to it."""
+
+import logging
+
+from pipeline.config import Config, MachineError
+from pipeline.files import Paths
+from pipeline.launch.lock import held
+from pipeline.launch.mirroring import MirrorProcess
+from pipeline.tracking.mirror import read_state
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config, paths: Paths) -> int:
+    """Mirror every journal to its end; 4 if MLflow could not take one."""
+    code = 0
+    for journal in sorted(paths.runs.glob("*/journal.jsonl")):
+        run = journal.parent
+        if read_state(run)["offset"] == journal.stat().st_size:
+            continue
+        try:
+            with held(run / "lock"):
+                wrong = MirrorProcess(run, paths).finish()
+        except MachineError as error:
+            log.info("%s", error)
+            continue
+        log.info("%s: %s", run.name, wrong or "MLflow has all of it")
+        code = MachineError.exit_code if wrong else code
+    return code

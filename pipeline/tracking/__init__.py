@@ -1,0 +1,1 @@
+"""What happened: the journal, its mirror in MLflow, and the receipt."""

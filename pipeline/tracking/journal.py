@@ -1,0 +1,95 @@
+"""The journal: what happened in a run, one JSON object a line, appended by one process at a time."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Writer(Protocol):
+    """What the loop tells of itself."""
+
+    def metrics(self, values: dict[str, float], step: int) -> None: ...
+    def event(self, kind: str, **fields: Any) -> None: ...
+
+
+class Silent:
+    """The journal of ranks other than the first."""
+
+    def metrics(self, values: dict[str, float], step: int) -> None:
+        """Nothing."""
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Nothing."""
+
+
+class Journal:
+    """Appends to a journal; a metric that already has a value at a step, from before a restart, is not written twice."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._known: dict[str, int] = {}
+        for line in read(path):
+            if line["kind"] == "metrics":
+                self._known.update(dict.fromkeys(line["values"], line["step"]))
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        _drop_torn_line(path)
+
+    def metrics(self, values: dict[str, float], step: int) -> None:
+        """Values of one step."""
+        fresh = {name: value for name, value in values.items() if step > self._known.get(name, -1)}
+        if fresh:
+            self._known.update(dict.fromkeys(fresh, step))
+            self.event("metrics", step=step, values=fresh)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Anything else that happened."""
+        line = json.dumps({"kind": kind, "at": round(time.time() * 1000)} | fields) + "\n"
+        os.write(self._file, line.encode())
+
+    def close(self) -> None:
+        """Write no more."""
+        os.close(self._file)
+
+
+class Tail:
+    """Reads a journal while it grows: whole lines only, each once."""
+
+    def __init__(self, path: Path, offset: int = 0):
+        self._path, self.offset = path, offset
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The lines that are new; `offset` is behind the one that was given last."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self.offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self.offset += len(line)
+                yield json.loads(line)
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """Every whole line of a journal; a torn last line is not there yet."""
+    return iter(Tail(path))
+
+
+def last(path: Path, *kinds: str) -> dict[str, Any]:
+    """The newest event of some kinds, or nothing."""
+    found: dict[str, Any] = {}
+    for line in read(path):
+        if line["kind"] in kinds:
+            found = line
+    return found
+
+
+def _drop_torn_line(path: Path) -> None:
+    """A kill in the middle of a write leaves half a line at the end: cut it off, so that the next line stands alone."""
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        os.truncate(path, whole)

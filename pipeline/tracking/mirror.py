@@ -1,0 +1,171 @@
+"""The mirror: a process beside the training that repeats the journal in MLflow, `python -m pipeline.tracking.mirror RUN`.
+
+It ends when its standard input is closed, which happens too when the launcher is killed: then the journal has no ending and
+the run is marked KILLED. Metrics carry the journal's own times, so sending a line twice changes nothing.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pipeline.files import write_whole
+from pipeline.tracking.journal import Tail
+
+log = logging.getLogger(__name__)
+
+BATCH = 900
+PAUSE_SECONDS = 3.0
+RUN_TAG = "lockstep.run"
+STATUS = {"done": "FINISHED", "stopped": "KILLED"}
+
+
+def read_state(run: Path) -> dict[str, Any]:
+    """How far a run is mirrored: `run_id`, `offset` in the journal, and the last `error` if there is one."""
+    path = run / "mirror.json"
+    return json.loads(path.read_text()) if path.exists() else {"run_id": None, "offset": 0, "error": None}
+
+
+class Mirror:
+    """One run's journal in MLflow."""
+
+    def __init__(self, run: Path):
+        # Only here: importing MLflow takes seconds.
+        import mlflow
+        from mlflow.entities import Metric, Param, RunTag
+
+        self._mlflow, self._metric, self._param, self._tag = mlflow, Metric, Param, RunTag
+        self._client = mlflow.MlflowClient()
+        self._run = run
+        self._state = read_state(run)
+        self._tail = Tail(run / "journal.jsonl", self._state["offset"])
+        self._pending: list[Any] = []
+        self._open = False
+
+    def catch_up(self) -> None:
+        """Repeat all that is new in the journal."""
+        for line in self._tail:
+            if line["kind"] == "metrics":
+                self._pending += [self._metric(name, value, line["at"], line["step"]) for name, value in line["values"].items()]
+                if len(self._pending) < BATCH:
+                    continue
+            self._flush()
+            handler = getattr(self, f"_on_{line['kind']}", None)
+            if handler is not None:
+                handler(line)
+            self._mark(error=None)
+        self._flush()
+        self._mark(error=None)
+
+    def failed(self, error: Exception) -> None:
+        """Go back to what is certain to be in MLflow; say why."""
+        self._pending.clear()
+        self._tail.offset = self._state["offset"]
+        self._mark(error=" ".join(str(error).split())[:500] or type(error).__name__)
+
+    def settle(self) -> None:
+        """The journal will not grow: a run without an ending was killed."""
+        if self._open:
+            self._client.set_terminated(self._state["run_id"], "KILLED")
+
+    def _mark(self, error: str | None) -> None:
+        state = {"run_id": self._state["run_id"], "offset": self._tail.offset, "error": error}
+        if state != self._state:
+            self._state = state
+            write_whole(self._run / "mirror.json", json.dumps(state).encode())
+
+    def _flush(self) -> None:
+        for start in range(0, len(self._pending), BATCH):
+            self._client.log_batch(self._state["run_id"], metrics=self._pending[start : start + BATCH])
+        self._pending.clear()
+
+    def _on_run(self, line: dict[str, Any]) -> None:
+        """Find the run by our own tag before creating it: a create that was repeated would make two."""
+        experiment = self._experiment(line["experiment"], line["artifacts"])
+        found = self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{line['id']}'", max_results=1)
+        if found:
+            run_id = found[0].info.run_id
+        else:
+            tags = line["tags"] | {RUN_TAG: line["id"]}
+            run_id = self._client.create_run(experiment, start_time=line["at"], tags=tags, run_name=line["name"]).info.run_id
+        self._client.log_batch(run_id, params=[self._param(name, str(value)) for name, value in line["params"].items()])
+        self._state = self._state | {"run_id": run_id}
+
+    def _experiment(self, name: str, artifacts: str | None) -> str:
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is not None:
+            return str(experiment.experiment_id)
+        # With a server, the server says where artifacts go.
+        served = self._mlflow.get_tracking_uri().startswith("http")
+        return str(self._client.create_experiment(name, artifact_location=None if served else artifacts))
+
+    def _on_started(self, line: dict[str, Any]) -> None:
+        self._client.update_run(self._state["run_id"], status="RUNNING")
+        self._on_tags(line)
+        self._open = True
+
+    def _on_tags(self, line: dict[str, Any]) -> None:
+        self._client.log_batch(self._state["run_id"], tags=[self._tag(name, str(value)) for name, value in line["tags"].items()])
+
+    def _on_artifact(self, line: dict[str, Any]) -> None:
+        self._client.log_artifact(self._state["run_id"], str(self._run / line["path"]), line["folder"])
+
+    def _on_model(self, line: dict[str, Any]) -> None:
+        """The finished model, with its signature, loadable with `mlflow.pytorch.load_model` and no code of ours."""
+        import numpy as np
+        import torch
+        from mlflow.models import infer_signature
+
+        program = torch.export.load(self._run / line["path"]).module()
+        example = np.zeros((2, *line["shape"]), np.uint8)
+        signature = infer_signature(example, program(torch.from_numpy(example)).detach().numpy())
+        with self._mlflow.start_run(run_id=self._state["run_id"]):
+            self._mlflow.pytorch.log_model(
+                program, name="model", signature=signature, input_example=example, pip_requirements=[f"torch=={version('torch')}"]
+            )
+
+    def _on_ended(self, line: dict[str, Any]) -> None:
+        self._on_tags({"tags": {"lockstep.outcome": line["outcome"]}})
+        self._client.set_terminated(self._state["run_id"], STATUS.get(line["outcome"], "FAILED"), line["at"])
+        self._open = False
+
+
+def follow(run: Path, closed: threading.Event) -> bool:
+    """Mirror until nobody writes any more; whether MLflow then has all of it."""
+    from mlflow.exceptions import MlflowException
+
+    mirror = Mirror(run)
+    while True:
+        last = closed.is_set()
+        try:
+            mirror.catch_up()
+            if last:
+                mirror.settle()
+                return True
+        except (MlflowException, OSError) as error:
+            log.warning("%s", error)
+            mirror.failed(error)
+            if last:
+                return False
+        closed.wait(PAUSE_SECONDS)
+
+
+def main() -> int:
+    """Run beside a training, in the time that it leaves over."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    # Whoever stops the training wants its end to be in MLflow.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(19)
+    closed = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), closed.set()), daemon=True).start()
+    return 0 if follow(Path(sys.argv[1]), closed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

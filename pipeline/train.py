@@ -1,0 +1,160 @@
+"""The train stage: the same experiment is never trained twice, a stopped one goes on, a finished one is published."""
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Config, ConfigError
+from pipeline.data import store
+from pipeline.files import Paths, write_whole
+from pipeline.job import Job
+from pipeline.launch import machine, outcome
+from pipeline.launch.fingerprint import fingerprint, versions
+from pipeline.launch.lock import held
+from pipeline.launch.placement import Placement, place
+from pipeline.launch.progress import Progress
+from pipeline.launch.work import Work, opening
+from pipeline.report import plots
+from pipeline.tracking import journal as journals
+from pipeline.tracking import receipt
+from pipeline.tracking.journal import Journal
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config, paths: Paths) -> int:
+    """Train, or recognise that it is done; returns the exit code."""
+    placement = place(config, machine.look())
+    manifest = store.read_manifest(paths.prepared)
+    steps_per_epoch = manifest.counts["train"] // config.dist.global_batch
+    if steps_per_epoch == 0:
+        raise ConfigError(
+            f"dist.batch_size_per_gpu: {manifest.counts['train']} training images do not fill a global batch of {config.dist.global_batch}"
+        )
+    name = fingerprint(config, placement, manifest.digest)
+    run = paths.runs / name
+    with held(run / "lock"):
+        if (run / "receipt.json").exists():
+            publish(run, paths)
+            done = json.loads((run / "receipt.json").read_text())
+            log.info("this experiment is finished already (%s, MLflow run %s): published again", run, done["mlflow_run_id"])
+            return 0
+        store.verify(paths.prepared, manifest, ("train", "validation"))
+        job = Job(
+            config=config,
+            device=placement.device,
+            backend=placement.backend,
+            precision=placement.precision,
+            prepared=paths.prepared,
+            run=run,
+        )
+        git = receipt.git_state(paths.root)
+        proof = facts(config, placement, manifest, name) | {"git": git}
+        tags = {
+            "lockstep.fingerprint": name,
+            "lockstep.data_digest": manifest.digest,
+            "lockstep.world_size": config.dist.world_size,
+            "lockstep.backend": placement.backend,
+            "lockstep.device": placement.device_kind,
+            "lockstep.precision": placement.precision,
+            "lockstep.seed": config.seed,
+            "mlflow.source.git.commit": git["commit"],
+            "lockstep.dirty": git["dirty"],
+            "dvc.experiment": os.environ.get("DVC_EXP_NAME"),
+        }
+
+        def finish(journal: Journal, run_id: str | None) -> None:
+            write_receipt(job, proof | {"mlflow_run_id": run_id})
+            publish(run, paths)
+            journal_artifacts(journal, job, paths, manifest.shape)
+
+        progress = Progress(job.journal, steps_per_epoch * config.train.epochs, steps_per_epoch)
+        what = f"{config.model.name} on {manifest.name}"
+        progress.say(
+            f"training {what}: {config.dist.world_size} x {placement.device}, {placement.backend}, {placement.precision}, run {name}"
+        )
+        end = Work("train", job, paths).run("pipeline.training.rank", opening(config, paths, f"{what} {name[:6]}"), tags, progress, finish)
+    progress.say(outcome.message(end))
+    return end.exit_code
+
+
+def facts(config: Config, placement: Placement, manifest: store.Manifest, name: str) -> dict[str, Any]:
+    """What a receipt says before anything ran."""
+    return {
+        "fingerprint": name,
+        "parameters": config.model_dump(),
+        "data_digest": manifest.digest,
+        "image": os.environ.get("LOCKSTEP_IMAGE"),
+        "versions": versions() | {"mlflow": _version("mlflow"), "dvc": _version("dvc")},
+        "device": placement.device_kind,
+        "placement": {
+            "world_size": config.dist.world_size,
+            "nodes": config.dist.nodes,
+            "backend": placement.backend,
+            "lanes_per_rank": config.dist.pieces_per_rank,
+        },
+        "precision": placement.precision,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except ImportError:
+        return None
+
+
+def write_receipt(job: Job, proof: dict[str, Any]) -> None:
+    """Complete the receipt with what was learned, in the run's folder."""
+    finished = journals.last(job.journal, "finished")
+    ends = receipt.epochs(job.journal)
+    learned = {
+        "weights_sha256": finished["weights_sha256"],
+        "model_sha256": store.sha256(job.run / "model.safetensors"),
+        "steps": finished["step"],
+        "best": receipt.best_epoch(ends),
+        "epochs": ends,
+        "elapsed_seconds": receipt.elapsed_seconds(job.journal),
+    }
+    write_whole(job.run / "receipt.json", (json.dumps(learned | proof, indent=2) + "\n").encode())
+
+
+def publish(run: Path, paths: Paths) -> None:
+    """Put a finished run's outs in place."""
+    scratch = Path(tempfile.mkdtemp(dir=paths.root, prefix=".models-"))
+    for name in ("model.safetensors", "receipt.json"):
+        shutil.copyfile(run / name, scratch / name)
+    scratch.chmod(0o755)
+    shutil.rmtree(paths.models, ignore_errors=True)
+    os.replace(scratch, paths.models)
+    proof = json.loads((run / "receipt.json").read_text())
+    last = proof["epochs"][-1]
+    metrics = {
+        "best": {"epoch": proof["best"]["epoch"], "validation_accuracy": proof["best"]["validation_accuracy"]},
+        "last": {"train_loss": float.fromhex(last["train_loss"]), "validation_loss": float.fromhex(last["validation_loss"])},
+        "steps": proof["steps"],
+    }
+    write_whole(paths.metrics / "train.json", (json.dumps(metrics, indent=2) + "\n").encode())
+    plots.curves(run / "journal.jsonl", paths.plots)
+
+
+def journal_artifacts(journal: Journal, job: Job, paths: Paths, shape: tuple[int, int, int]) -> None:
+    """Tell MLflow's mirror what to keep."""
+    proof = json.loads((job.run / "receipt.json").read_text())
+    shutil.copyfile(paths.params, job.run / "params.yaml")
+    journal.metrics(
+        {"best/validation_accuracy": proof["best"]["validation_accuracy"], "best/epoch": proof["best"]["epoch"]}, proof["best"]["step"]
+    )
+    journal.event("tags", tags={"lockstep.weights_sha256": proof["weights_sha256"]})
+    for path in (job.run / "receipt.json", job.run / "params.yaml"):
+        journal.event("artifact", path=str(path), folder=None)
+    for path in sorted(job.checkpoints.glob("*.safetensors")):
+        journal.event("artifact", path=str(path), folder="checkpoints")
+    for path in sorted(paths.plots.glob("curves.*")):
+        journal.event("artifact", path=str(path), folder="plots")
+    journal.event("model", path="model.pt2", shape=shape)

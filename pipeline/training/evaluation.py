@@ -1,0 +1,66 @@
+"""Exact evaluation: every sample once, in pieces that do not depend on the ranks, summed in a fixed order."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeline.data import Split
+from pipeline.data.batches import Pixels, chunks
+from pipeline.ranks import Ranks
+
+CHUNK = 250
+
+
+@dataclass(frozen=True)
+class Result:
+    """Figures over a whole split, the same on every rank and any number of ranks."""
+
+    loss: float
+    correct: int
+    top5_correct: int
+    total: int
+    # Row: the true class; column: the predicted one.
+    confusion: Tensor
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.total
+
+
+class Evaluation:
+    """A split, its pieces dealt to the ranks, ready to be gone through with a model."""
+
+    def __init__(self, split: Split, pixels: Pixels, num_classes: int, ranks: Ranks):
+        self._pixels, self._ranks, self._num_classes = pixels, ranks, num_classes
+        pieces = list(chunks(len(split.labels), CHUNK))
+        whole, rest = divmod(len(pieces), ranks.size)
+        self._per_rank = [whole + (rank < rest) for rank in range(ranks.size)]
+        first = sum(self._per_rank[: ranks.rank])
+        own = pieces[first : first + self._per_rank[ranks.rank]]
+        self._batches = [(torch.from_numpy(split.images[piece]), torch.from_numpy(split.labels[piece])) for piece in own]
+        self._total = len(split.labels)
+
+    @torch.inference_mode()
+    def __call__(self, model: nn.Module, dtype: torch.dtype | None) -> Result:
+        """Go through the split; every rank must call it."""
+        was_training = model.training
+        model.eval()
+        device = self._pixels.device
+        losses: list[Tensor] = []
+        counts = torch.zeros(1 + self._num_classes**2, dtype=torch.int64, device=device)
+        for images, labels in self._batches:
+            labels = labels.to(device)
+            with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                logits = model(self._pixels(images)).float()
+            losses.append(F.cross_entropy(logits, labels, reduction="sum").double())
+            top5 = logits.topk(min(5, self._num_classes), dim=1).indices
+            counts[0] += (top5 == labels[:, None]).sum()
+            counts[1:] += torch.bincount(labels * self._num_classes + logits.argmax(1), minlength=self._num_classes**2)
+        model.train(was_training)
+        rows = torch.stack(losses) if losses else torch.zeros(0, dtype=torch.float64, device=device)
+        loss = self._ranks.gather_rows(rows, self._per_rank).cpu().sum().item() / self._total
+        counts = self._ranks.sum_integers(counts).cpu()
+        confusion = counts[1:].view(self._num_classes, self._num_classes)
+        return Result(loss, int(confusion.diagonal().sum()), int(counts[0]), self._total, confusion)

@@ -1,0 +1,43 @@
+"""One rank of evaluate, started by torchrun: the published model on the test images."""
+
+import json
+
+from safetensors.torch import load_file
+
+from pipeline.data import store
+from pipeline.data.batches import Pixels
+from pipeline.files import write_whole
+from pipeline.job import Job
+from pipeline.training import schedule
+from pipeline.training.evaluation import Evaluation, Result
+from pipeline.training.rank import build_model, joined, run_as_rank
+
+
+def main(job: Job) -> None:
+    """Go through the test images once and leave what was found."""
+    assert job.weights is not None
+    manifest = store.read_manifest(job.prepared)
+    with joined(job) as group:
+        model = build_model(job, manifest, group.device)
+        model.load_state_dict(load_file(job.weights))
+        pixels = Pixels(manifest.mean, manifest.std, group.device)
+        evaluation = Evaluation(store.open_split(job.prepared, "test"), pixels, manifest.num_classes, group)
+        result = evaluation(model, schedule.autocast_dtype(job.precision))
+        group.only_first(lambda: write(job, result), None)
+
+
+def write(job: Job, result: Result) -> None:
+    """The result for the stage to report."""
+    values = {
+        "accuracy": result.accuracy,
+        "top5_accuracy": result.top5_correct / result.total,
+        "loss": result.loss,
+        "correct": result.correct,
+        "total": result.total,
+        "confusion": result.confusion.tolist(),
+    }
+    write_whole(job.result, json.dumps(values).encode())
+
+
+if __name__ == "__main__":
+    run_as_rank(main)

@@ -1,0 +1,112 @@
+"""The loop: on one screen, knowing nothing of ranks."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from pipeline.parallel import Strategy
+from pipeline.tracking.journal import Writer
+from pipeline.training.checkpoint import Checkpoints
+from pipeline.training.evaluation import Result
+from pipeline.training.schedule import Schedule
+
+
+class Diverged(RuntimeError):
+    """The loss is no longer a number: exit 5."""
+
+    exit_code = 5
+
+
+class Stopping(Protocol):
+    """Whether all ranks stop before this step."""
+
+    def agreed(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Steps:
+    """When things happen; all of it is a function of the experiment, never of the clock."""
+
+    total: int
+    per_epoch: int
+    per_log: int
+    per_checkpoint: int
+    global_batch: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the loop is made of."""
+
+    strategy: Strategy
+    optimizer: Optimizer
+    schedule: Schedule
+    checkpoints: Checkpoints
+    journal: Writer
+    stop: Stopping
+    validate: Callable[[nn.Module], Result]
+
+
+def run(model: nn.Module, steps: Steps, parts: Parts) -> int:
+    """Train from the newest checkpoint to the last step, or until asked to stop; returns the step reached."""
+    step = parts.checkpoints.restore(model, parts.optimizer)
+    speed = Speed(steps.global_batch, step)
+    while step < steps.total and not parts.stop.agreed():
+        parts.schedule.apply(parts.optimizer, step)
+        totals = parts.strategy.backward(step)
+        parts.optimizer.step()
+        step += 1
+        if step % steps.per_log == 0 or step % steps.per_epoch == 0:
+            means = finite(totals.over_ranks(), step)
+            rate = {"train/learning_rate": parts.schedule.rate(step - 1), "train/samples": float(step * steps.global_batch)}
+            parts.journal.metrics(means | rate | speed.since_last(step), step)
+        if step % steps.per_epoch == 0:
+            result = parts.validate(model)
+            parts.journal.metrics({"validation/loss": result.loss, "validation/accuracy": result.accuracy}, step)
+            parts.checkpoints.save_best(model, step, result.accuracy)
+            speed.restart(step)
+        if step % steps.per_checkpoint == 0:
+            parts.checkpoints.save(step, sound(model, step), parts.optimizer)
+    parts.checkpoints.save(step, sound(model, step), parts.optimizer)
+    return step
+
+
+def finite(means: dict[str, float], step: int) -> dict[str, float]:
+    """The same means; Diverged, on all ranks alike, where one is no number."""
+    for name, value in means.items():
+        if not math.isfinite(value):
+            raise Diverged(f"training diverged: {name} is {value} at step {step}; lower train.learning_rate or raise train.warmup_epochs")
+    return means
+
+
+def sound(model: nn.Module, step: int) -> nn.Module:
+    """The same model; Diverged, on all ranks alike, where a weight is no number: such a state is never saved."""
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise Diverged(
+                f"training diverged: {name} holds NaN or infinity at step {step}; lower train.learning_rate or raise train.warmup_epochs"
+            )
+    return model
+
+
+class Speed:
+    """Images per second between two log lines."""
+
+    def __init__(self, global_batch: int, step: int):
+        self._global_batch = global_batch
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        """Count from here."""
+        self._step, self._started_at = step, time.monotonic()
+
+    def since_last(self, step: int) -> dict[str, float]:
+        """The speed since the last line."""
+        images, elapsed_seconds = (step - self._step) * self._global_batch, time.monotonic() - self._started_at
+        self.restart(step)
+        return {"train/images_per_second": images / max(elapsed_seconds, 1e-9)}

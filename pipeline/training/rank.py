@@ -1,0 +1,141 @@
+"""One rank of a training, started by torchrun: `python -m pipeline.training.rank JOB`."""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from pipeline import job as jobs
+from pipeline import models, parallel, ranks
+from pipeline.config import ConfigError, DataError, MachineError, draw_seed
+from pipeline.data import augment, store
+from pipeline.data.batches import Batches, Pixels, resident
+from pipeline.data.order import Order
+from pipeline.job import Job
+from pipeline.parallel.lanes import Lanes, Task
+from pipeline.ranks import Ranks
+from pipeline.tracking.journal import Journal, Silent
+from pipeline.training import loop, schedule
+from pipeline.training.checkpoint import Checkpoints, weights_sha256
+from pipeline.training.evaluation import Evaluation
+from pipeline.training.export import export
+from pipeline.training.stopping import Stop
+
+TIMEOUT_SECONDS = 600
+PR_SET_PDEATHSIG = 1
+
+
+def main(job: Job) -> None:
+    """Train, and leave behind what the launcher publishes."""
+    with joined(job) as group:
+        train(job, group)
+
+
+@contextmanager
+def joined(job: Job) -> Iterator[Ranks]:
+    """This process as a rank: bits fixed, group joined, and left again."""
+    fix_bits(job)
+    group = ranks.join(job.device, job.backend, TIMEOUT_SECONDS)
+    try:
+        yield group
+    finally:
+        ranks.leave()
+
+
+def fix_bits(job: Job) -> None:
+    """Everything about torch that the bits rest on."""
+    torch.set_num_threads(job.config.dist.threads_per_rank)
+    torch.use_deterministic_algorithms(True)
+    # Filling fresh memory finds bugs, and costs a pass over every tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def build_model(job: Job, manifest: store.Manifest, device: torch.device) -> nn.Module:
+    """The model of the experiment, with its first weights."""
+    channels, side, _ = manifest.shape
+    torch.manual_seed(draw_seed(job.config.seed, "weights"))
+    model = models.build(job.config.model.name, channels, side, manifest.num_classes)
+    return model.to(device=device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue, reportUnknownVariableType]
+
+
+def train(job: Job, group: Ranks) -> None:
+    """All of a training on one rank."""
+    config = job.config
+    manifest = store.read_manifest(job.prepared)
+    pixels = Pixels(manifest.mean, manifest.std, group.device)
+    model = build_model(job, manifest, group.device).train()
+    lanes = Lanes(config.dist.pieces_per_rank, group.rank, config.dist.global_batch)
+    order = Order(config.seed, manifest.counts["train"], lanes.global_batch, lanes.count)
+    dtype = schedule.autocast_dtype(job.precision)
+    task = Task(
+        model,
+        batches(job, pixels, order, lanes.own).lane,
+        config.seed,
+        config.train.label_smoothing,
+        lambda: torch.autocast(group.device.type, dtype, enabled=dtype is not None),
+    )
+    optimizer = schedule.optimizer(config.train, list(model.parameters()))
+    steps = plan(job, order)
+    evaluation = Evaluation(store.open_split(job.prepared, "validation"), pixels, manifest.num_classes, group)
+    journal = group.only_first(lambda: Journal(job.journal), Silent())
+    stop = Stop(group)
+    warmup_steps = config.train.warmup_epochs * steps.per_epoch
+    parts = loop.Parts(
+        strategy=parallel.build(config.dist.strategy, task, lanes, group, config.dist.reduction),
+        optimizer=optimizer,
+        schedule=schedule.Schedule(config.train.schedule, config.train.learning_rate, warmup_steps, steps.total),
+        checkpoints=Checkpoints(job.checkpoints, config.checkpoint.keep, group),
+        journal=journal,
+        stop=stop,
+        validate=lambda model: evaluation(model, dtype),
+    )
+    step = loop.run(model, steps, parts)
+    stop.close()
+    if step < steps.total:
+        journal.event("stopped", step=step)
+        return
+    digest = weights_sha256(model.state_dict())
+    group.only_first(lambda: export(job, model), None)
+    journal.event("finished", step=step, weights_sha256=digest)
+
+
+def batches(job: Job, pixels: Pixels, order: Order, own: range) -> Batches:
+    """The training batches of one rank."""
+    split = store.open_split(job.prepared, "train")
+    free_bytes = torch.cuda.mem_get_info(pixels.device)[0] if pixels.device.type == "cuda" else 0
+    transform = augment.build(job.config.data.augment, job.config.seed, len(split.labels))
+    return Batches(split, order, transform, pixels, own, resident(split, pixels.device, free_bytes))
+
+
+def plan(job: Job, order: Order) -> loop.Steps:
+    """When things happen."""
+    per_epoch, config = order.steps_per_epoch, job.config
+    per_log = min(50, max(1, per_epoch // 20))
+    return loop.Steps(per_epoch * config.train.epochs, per_epoch, per_log, config.checkpoint.every_steps, config.dist.global_batch)
+
+
+def run_as_rank(main: Callable[[Job], None]) -> None:
+    """The frame of every rank's process: it ends with its parent, logs to its own file, and names its errors by exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    job = jobs.read(Path(sys.argv[1]))
+    try:
+        record(main)(job)
+    except (ConfigError, DataError, MachineError, loop.Diverged) as error:
+        # Said by `record` already; a peer may wait for this rank in a collective, so it leaves without the group.
+        os._exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    run_as_rank(main)
