@@ -38,8 +38,8 @@ class Section(BaseModel):
 class Data(Section):
     name: str = "fashion-mnist"
     root: str | None = None
-    validation_share: float = Field(0.1, gt=0, lt=1)
-    image_size: int | None = Field(None, ge=4, le=4096)
+    validation_share: float = Field(default=0.1, gt=0, lt=1)
+    image_size: int | None = Field(default=None, ge=4, le=4096)
     augment: Literal["none", "crop-flip"] = "none"
 
 
@@ -48,14 +48,14 @@ class Model(Section):
 
 
 class Train(Section):
-    epochs: int = Field(10, ge=1)
+    epochs: int = Field(default=10, ge=1)
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    learning_rate: float = Field(0.1, gt=0)
-    momentum: float | None = Field(0.9, ge=0, lt=1)
-    weight_decay: float = Field(0.0005, ge=0)
+    learning_rate: float = Field(default=0.1, gt=0)
+    momentum: float | None = Field(default=0.9, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0005, ge=0)
     schedule: Literal["constant", "cosine"] = "cosine"
-    warmup_epochs: int = Field(1, ge=0)
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    warmup_epochs: int = Field(default=1, ge=0)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     precision: Literal["auto", "fp32", "bf16"] = "auto"
 
     @model_validator(mode="after")
@@ -70,16 +70,16 @@ class Train(Section):
 
 
 class Dist(Section):
-    world_size: int = Field(2, ge=1)
-    nodes: int = Field(1, ge=1)
+    world_size: int = Field(default=2, ge=1)
+    nodes: int = Field(default=1, ge=1)
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    batch_size_per_gpu: int = Field(128, ge=1)
-    accumulation: int = Field(1, ge=1)
+    batch_size_per_gpu: int = Field(default=128, ge=1)
+    accumulation: int = Field(default=1, ge=1)
     strategy: str = "ddp"
     reduction: Literal["ordered", "native"] = "ordered"
-    lanes: int | None = Field(4, ge=1)
+    lanes: int | None = Field(default=4, ge=1)
     lanes_per_rank: list[int] | None = None
-    threads_per_rank: int = Field(1, ge=1)
+    threads_per_rank: int = Field(default=1, ge=1)
 
     @property
     def global_batch(self) -> int:
@@ -124,18 +124,18 @@ class Dist(Section):
 
 
 class Checkpoint(Section):
-    every_steps: int = Field(200, ge=1)
-    keep: int = Field(3, ge=1)
+    every_steps: int = Field(default=200, ge=1)
+    keep: int = Field(default=3, ge=1)
 
 
 class Tracking(Section):
-    experiment: str = Field("lockstep", min_length=1)
+    experiment: str = Field(default="lockstep", min_length=1)
 
 
 class Config(Section):
     """All of params.yaml."""
 
-    seed: int = Field(1, ge=0)
+    seed: int = Field(default=1, ge=0)
     data: Data = Data()
     model: Model = Model()
     train: Train = Train()

@@ -79,7 +79,7 @@ def join(device_type: str, backend: str, timeout_seconds: float, init_method: st
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=timeout)
     control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
-    assert control is not None
+    assert isinstance(control, dist.ProcessGroup)
     return Ranks(rank, size, device, control)
 
 

@@ -16,7 +16,7 @@ def run(config: Config, paths: Paths) -> int:
     code = 0
     for journal in sorted(paths.runs.glob("*/journal.jsonl")):
         run = journal.parent
-        if read_state(run)["offset"] == journal.stat().st_size:
+        if read_state(run).offset == journal.stat().st_size:
             continue
         try:
             with held(run / "lock"):

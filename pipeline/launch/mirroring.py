@@ -40,8 +40,8 @@ class MirrorProcess:
         until = time.monotonic() + DEAF_SECONDS
         while time.monotonic() < until:
             state = read_state(self._run)
-            if state["run_id"] or state["error"] or self._process.poll() is not None:
-                return state["run_id"]
+            if state.run_id or state.error or self._process.poll() is not None:
+                return state.run_id or None
             time.sleep(0.1)
         return None
 
@@ -52,12 +52,10 @@ class MirrorProcess:
         closed_at = time.monotonic()
         while self._process.poll() is None:
             waited = time.monotonic() - closed_at
-            if waited > (DEAF_SECONDS if read_state(self._run)["error"] else PATIENCE_SECONDS):
+            if waited > (DEAF_SECONDS if read_state(self._run).error else PATIENCE_SECONDS):
                 self._process.kill()
                 self._process.wait()
             time.sleep(0.05)
         if self._process.returncode == 0:
             return None
-        return (
-            read_state(self._run)["error"] or f"the mirror ended with {self._process.returncode}; see {self._run / 'logs' / 'mirror.log'}"
-        )
+        return read_state(self._run).error or f"the mirror ended with {self._process.returncode}; see {self._run / 'logs' / 'mirror.log'}"

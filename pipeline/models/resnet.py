@@ -9,5 +9,5 @@ def build(channels: int, side: int, num_classes: int) -> nn.Module:
     model = resnet18(num_classes=num_classes)
     model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
-    model.maxpool = nn.Identity()
+    model.maxpool = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
     return model

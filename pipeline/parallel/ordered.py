@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn import Parameter
 
@@ -20,7 +21,7 @@ def add(left: Tensor, right: Tensor) -> Tensor:
 
 def add_lists(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
     """The same for many tensors."""
-    torch._foreach_add_(left, right)
+    torch._foreach_add_(left, right)  # pyright: ignore
     return left
 
 
@@ -103,7 +104,7 @@ class LaneGradients:
         self._sum = OrderedSum(lanes, ranks)
         self._lanes, self._device = lanes, ranks.device
         self._parameters = parameters
-        self._index = {parameter: index for index, parameter in enumerate(parameters)}
+        self._index: dict[Tensor, int] = {parameter: index for index, parameter in enumerate(parameters)}
         self._stack: list[Node[list[Tensor]]] = []
         self._under_way: list[_Sum] = []
 
@@ -116,12 +117,12 @@ class LaneGradients:
             parameter.grad = None
         push(self._stack, (lane, 1, gradients), add_lists)
 
-    def hook(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:
+    def hook(self, _: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook: the sum of a bucket over all lanes."""
-        views, owners = bucket.gradients(), [self._index[parameter] for parameter in bucket.parameters()]
+        owners = bucket.parameters()
         stack: list[Node[Tensor]] = []
         for start, size, gradients in self._stack:
-            stack.append((start, size, _flat([gradients[owner] for owner in owners], views)))
+            stack.append((start, size, _flat([gradients[self._index[owner]] for owner in owners], owners)))
         push(stack, (self._lanes.own[-1], 1, bucket.buffer()), add)
         under_way = self._sum.scatter(stack)
         under_way.future = Future(devices=[self._device] if self._device.type == "cuda" else None)
@@ -141,10 +142,13 @@ class LaneGradients:
         self._stack.clear()
 
 
-def _flat(gradients: list[Tensor], like: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
-    """Gradients one behind the other, each in the memory order of its view in the bucket."""
+def _flat(gradients: list[Tensor], owners: list[Tensor]) -> Tensor:
+    """Gradients one behind the other, each in the memory order of its parameter, as DDP lays them out in a bucket.
+
+    `bucket.gradients()` would not do: it shows the bytes of a channels-last gradient as if they were in plain order.
+    """
     pieces = [
-        (gradient if gradient.stride() == view.stride() else torch.empty_like(view).copy_(gradient)).as_strided((view.numel(),), (1,))
-        for gradient, view in zip(gradients, like, strict=True)
+        (gradient if gradient.stride() == owner.stride() else torch.empty_like(owner).copy_(gradient)).as_strided((owner.numel(),), (1,))
+        for gradient, owner in zip(gradients, owners, strict=True)
     ]
     return torch.cat(pieces)

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,19 @@ RUN_TAG = "lockstep.run"
 STATUS = {"done": "FINISHED", "stopped": "KILLED"}
 
 
-def read_state(run: Path) -> dict[str, Any]:
-    """How far a run is mirrored: `run_id`, `offset` in the journal, and the last `error` if there is one."""
+@dataclass(frozen=True)
+class State:
+    """How far a run is mirrored: MLflow's id of it, the place in the journal, and what went wrong last."""
+
+    run_id: str = ""
+    offset: int = 0
+    error: str | None = None
+
+
+def read_state(run: Path) -> State:
+    """What the mirror of a run has written down."""
     path = run / "mirror.json"
-    return json.loads(path.read_text()) if path.exists() else {"run_id": None, "offset": 0, "error": None}
+    return State(**json.loads(path.read_text())) if path.exists() else State()
 
 
 class Mirror:
@@ -43,7 +53,7 @@ class Mirror:
         self._client = mlflow.MlflowClient()
         self._run = run
         self._state = read_state(run)
-        self._tail = Tail(run / "journal.jsonl", self._state["offset"])
+        self._tail = Tail(run / "journal.jsonl", self._state.offset)
         self._pending: list[Any] = []
         self._open = False
 
@@ -65,23 +75,23 @@ class Mirror:
     def failed(self, error: Exception) -> None:
         """Go back to what is certain to be in MLflow; say why."""
         self._pending.clear()
-        self._tail.offset = self._state["offset"]
+        self._tail.offset = self._state.offset
         self._mark(error=" ".join(str(error).split())[:500] or type(error).__name__)
 
     def settle(self) -> None:
         """The journal will not grow: a run without an ending was killed."""
         if self._open:
-            self._client.set_terminated(self._state["run_id"], "KILLED")
+            self._client.set_terminated(self._state.run_id, "KILLED")
 
     def _mark(self, error: str | None) -> None:
-        state = {"run_id": self._state["run_id"], "offset": self._tail.offset, "error": error}
+        state = State(self._state.run_id, self._tail.offset, error)
         if state != self._state:
             self._state = state
-            write_whole(self._run / "mirror.json", json.dumps(state).encode())
+            write_whole(self._run / "mirror.json", json.dumps(asdict(state)).encode())
 
     def _flush(self) -> None:
         for start in range(0, len(self._pending), BATCH):
-            self._client.log_batch(self._state["run_id"], metrics=self._pending[start : start + BATCH])
+            self._client.log_batch(self._state.run_id, metrics=self._pending[start : start + BATCH])
         self._pending.clear()
 
     def _on_run(self, line: dict[str, Any]) -> None:
@@ -94,7 +104,7 @@ class Mirror:
             tags = line["tags"] | {RUN_TAG: line["id"]}
             run_id = self._client.create_run(experiment, start_time=line["at"], tags=tags, run_name=line["name"]).info.run_id
         self._client.log_batch(run_id, params=[self._param(name, str(value)) for name, value in line["params"].items()])
-        self._state = self._state | {"run_id": run_id}
+        self._state = replace(self._state, run_id=run_id)
 
     def _experiment(self, name: str, artifacts: str | None) -> str:
         experiment = self._client.get_experiment_by_name(name)
@@ -105,15 +115,15 @@ class Mirror:
         return str(self._client.create_experiment(name, artifact_location=None if served else artifacts))
 
     def _on_started(self, line: dict[str, Any]) -> None:
-        self._client.update_run(self._state["run_id"], status="RUNNING")
+        self._client.update_run(self._state.run_id, status="RUNNING")
         self._on_tags(line)
         self._open = True
 
     def _on_tags(self, line: dict[str, Any]) -> None:
-        self._client.log_batch(self._state["run_id"], tags=[self._tag(name, str(value)) for name, value in line["tags"].items()])
+        self._client.log_batch(self._state.run_id, tags=[self._tag(name, str(value)) for name, value in line["tags"].items()])
 
     def _on_artifact(self, line: dict[str, Any]) -> None:
-        self._client.log_artifact(self._state["run_id"], str(self._run / line["path"]), line["folder"])
+        self._client.log_artifact(self._state.run_id, str(self._run / line["path"]), line["folder"])
 
     def _on_model(self, line: dict[str, Any]) -> None:
         """The finished model, with its signature, loadable with `mlflow.pytorch.load_model` and no code of ours."""
@@ -124,14 +134,14 @@ class Mirror:
         program = torch.export.load(self._run / line["path"]).module()
         example = np.zeros((2, *line["shape"]), np.uint8)
         signature = infer_signature(example, program(torch.from_numpy(example)).detach().numpy())
-        with self._mlflow.start_run(run_id=self._state["run_id"]):
+        with self._mlflow.start_run(run_id=self._state.run_id):
             self._mlflow.pytorch.log_model(
                 program, name="model", signature=signature, input_example=example, pip_requirements=[f"torch=={version('torch')}"]
             )
 
     def _on_ended(self, line: dict[str, Any]) -> None:
         self._on_tags({"tags": {"lockstep.outcome": line["outcome"]}})
-        self._client.set_terminated(self._state["run_id"], STATUS.get(line["outcome"], "FAILED"), line["at"])
+        self._client.set_terminated(self._state.run_id, STATUS.get(line["outcome"], "FAILED"), line["at"])
         self._open = False
 
 

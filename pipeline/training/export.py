@@ -15,6 +15,9 @@ EXAMPLE_IMAGES = 2
 class Classifier(nn.Module):
     """A trained model that takes images as they are: uint8 [N, C, H, W] from 0 to 255."""
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, model: nn.Module, manifest: store.Manifest):
         super().__init__()
         self.model = model
@@ -30,7 +33,7 @@ def export(job: Job, model: nn.Module) -> None:
     """Write `model.safetensors` and `model.pt2` into the run's folder; the model is given its best weights."""
     content = (job.checkpoints / read_index(job.checkpoints)["best"]["file"]).read_bytes()
     # In plain memory order: a tensor in another one is stored as a slice of itself.
-    model.to("cpu", memory_format=torch.contiguous_format).load_state_dict(load(content))
+    model.to(device="cpu", memory_format=torch.contiguous_format).load_state_dict(load(content))  # pyright: ignore[reportCallIssue]
     manifest = store.read_manifest(job.prepared)
     classifier = Classifier(model, manifest).eval()
     example = torch.zeros((EXAMPLE_IMAGES, *manifest.shape), dtype=torch.uint8)

@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def main(job: Job) -> None:
 
 
 @contextmanager
-def joined(job: Job) -> Iterator[Ranks]:
+def joined(job: Job) -> Generator[Ranks]:
     """This process as a rank: bits fixed, group joined, and left again."""
     fix_bits(job)
     group = ranks.join(job.device, job.backend, TIMEOUT_SECONDS)
@@ -55,7 +55,7 @@ def fix_bits(job: Job) -> None:
     torch.set_num_threads(job.config.dist.threads_per_rank)
     torch.use_deterministic_algorithms(True)
     # Filling fresh memory finds bugs, and costs a pass over every tensor.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.allow_tf32 = False
 

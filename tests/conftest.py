@@ -1,0 +1,139 @@
+"""Real ranks, real experiments in temporary folders, and what the command line lets a test ask for."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as processes
+import yaml
+
+from pipeline import prepare, ranks
+from pipeline.config import Config
+from pipeline.files import Paths
+from pipeline.job import Job
+
+ROOT = Path(__file__).parents[1]
+# As ranks have it: kernels round differently with another number of threads.
+torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-golden", action="store_true", help="write tests/golden anew for this kind of machine")
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    """A small experiment that takes seconds; `train__epochs=2` changes one key."""
+    values: dict[str, Any] = {
+        "data": {"name": "synthetic:1200"},
+        "train": {"epochs": 2, "precision": "fp32", "learning_rate": 0.05},
+        "dist": {"batch_size_per_gpu": 48, "world_size": 2, "lanes": 4},
+        "checkpoint": {"every_steps": 5, "keep": 2},
+    }
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        if key:
+            values.setdefault(section, {})[key] = value
+        else:
+            values[section] = value
+    return values
+
+
+@dataclass
+class Experiment:
+    """A params file in a folder of its own, and the commands on it."""
+
+    folder: Path
+
+    def set(self, **changes: Any) -> "Experiment":
+        self.params.write_text(yaml.safe_dump(settings(**changes)))
+        return self
+
+    @property
+    def params(self) -> Path:
+        return self.folder / "params.yaml"
+
+    @property
+    def run_folder(self) -> Path:
+        (found,) = (path.parent for path in (self.folder / "runs").glob("*/journal.jsonl"))
+        return found
+
+    def start(self, command: str, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "pipeline", command, "--params", str(self.params)],
+            cwd=ROOT,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, command: str, expect: int = 0, **environment: str) -> str:
+        process = self.start(command, **environment)
+        said, _ = process.communicate(timeout=280)
+        assert process.returncode == expect, said
+        return said
+
+    def json(self, name: str) -> Any:
+        return json.loads((self.folder / name).read_text())
+
+    def journal(self, kind: str) -> list[dict[str, Any]]:
+        lines = (self.run_folder / "journal.jsonl").read_text().splitlines()
+        return [line for line in map(json.loads, lines) if line["kind"] == kind]
+
+
+@pytest.fixture
+def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Experiment:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return Experiment(tmp_path).set()
+
+
+def make_job(folder: Path, precision: str = "fp32", **changes: Any) -> Job:
+    """A job on the CPU as the launcher would write it, with its data prepared."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = Config.model_validate(settings(**changes))
+    paths = Paths(folder / "params.yaml")
+    if not paths.prepared.exists():
+        prepare.run(config, paths)
+    values = {"config": config, "device": "cpu", "backend": "gloo", "precision": precision, "prepared": paths.prepared, "run": folder / "run"}
+    return Job.model_validate(values)
+
+
+def _as_rank(rank: int, size: int, folder: str, work: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+    try:
+        torch.set_num_threads(1)
+        group = ranks.join("cpu", "gloo", 60, init_method=f"file://{folder}/rendezvous")
+        results = [function(group, *arguments) for function, arguments in work]
+        ranks.leave()
+        Path(folder, f"{rank}.result").write_bytes(pickle.dumps(results))
+    except BaseException:
+        Path(folder, f"{rank}.error").write_text(traceback.format_exc())
+        os._exit(1)
+
+
+@pytest.fixture
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[list[Any]]]:
+    """`run_ranks(3, (function, (argument,)), …)`: what every function returned on every rank; a rank that raises fails the test."""
+
+    def run(size: int, *work: tuple[Callable[..., Any], tuple[Any, ...]]) -> list[list[Any]]:
+        folder = tmp_path_factory.mktemp("ranks")
+        context = processes.get_context("spawn")
+        started = [context.Process(target=_as_rank, args=(rank, size, str(folder), list(work)), daemon=True) for rank in range(size)]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(240)
+        errors = [path.read_text() for path in sorted(folder.glob("*.error"))]
+        assert not errors, "\n".join(errors)
+        return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(size)]
+
+    return run

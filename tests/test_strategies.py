@@ -1,0 +1,142 @@
+"""Every strategy in the catalogue against one process that computes the same lanes."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipeline import models, parallel
+from pipeline.config import draw_seed
+from pipeline.parallel.lanes import Lanes, Task
+from pipeline.training.checkpoint import weights_sha256
+
+BATCH, STEPS = 24, 2
+# How far native may be from one process after one step: rounding in fp32, as a share of the tensor's norm.
+NATIVE_TOLERANCE = 1e-5
+
+
+def make_model(name: str) -> nn.Module:
+    torch.manual_seed(7)
+    return models.build(name, 1, 16, 10).to(memory_format=torch.channels_last)
+
+
+def batch_of(lanes: int):
+    def batch(step: int, lane: int) -> tuple[torch.Tensor, torch.Tensor]:
+        source = torch.Generator().manual_seed(step)
+        images, labels = torch.randn(BATCH, 1, 16, 16, generator=source), torch.randint(10, (BATCH,), generator=source)
+        size = BATCH // lanes
+        own = slice(lane * size, (lane + 1) * size)
+        return images[own].contiguous(memory_format=torch.channels_last), labels[own]
+
+    return batch
+
+
+def autocast(bf16: bool):
+    return (lambda: torch.autocast("cpu", torch.bfloat16)) if bf16 else nullcontext
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    gradients = {f"{name}.grad": parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    floating = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    return gradients | floating
+
+
+def with_strategy(group, strategy: str, reduction: str, model_name: str, per_rank: list[int], bf16: bool, steps: int = STEPS) -> tuple[str, Any, Any]:
+    """Gradients and buffers after some steps on these ranks, with plain descent in between."""
+    torch.use_deterministic_algorithms(True)
+    model = make_model(model_name)
+    lanes = Lanes(per_rank, group.rank, BATCH)
+    task = Task(model, batch_of(lanes.count), 3, 0.1, autocast(bf16))
+    built = parallel.build(strategy, task, lanes, group, reduction)
+    totals = []
+    for step in range(steps):
+        totals.append(built.backward(step).over_ranks())
+        descend(model)
+    found = tensors(model)
+    return weights_sha256(found), found, totals
+
+
+def one_process(model_name: str, count: int, bf16: bool, steps: int = STEPS) -> tuple[str, Any, Any]:
+    """The same lanes by hand, in the order of the tree for four lanes: (0 + 1) + (2 + 3)."""
+    torch.use_deterministic_algorithms(True)
+    model, batch = make_model(model_name), batch_of(count)
+    totals = []
+    for step in range(steps):
+        start = [buffer.clone() for buffer in model.buffers()]
+        results, losses, right = [], [], 0
+        for lane in range(count):
+            for buffer, value in zip(model.buffers(), start, strict=True):
+                buffer.copy_(value)
+            model.zero_grad()
+            torch.manual_seed(draw_seed(3, "lane", step, lane))
+            images, labels = batch(step, lane)
+            with autocast(bf16)():
+                logits = model(images)
+            loss = F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=0.1)
+            (loss / BATCH).backward()
+            losses.append(loss.detach().double())
+            right += int((logits.argmax(1) == labels).sum())
+            results.append(tensors(model))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.grad = add([result[f"{name}.grad"] for result in results])
+            for name, buffer in model.named_buffers():
+                if buffer.is_floating_point():
+                    buffer.copy_(add([result[name] for result in results]) / count)
+        totals.append({"train/loss": (torch.stack(losses).sum() / BATCH).item(), "train/accuracy": right / BATCH})
+        descend(model)
+    found = tensors(model)
+    return weights_sha256(found), found, totals
+
+
+def add(values: list[torch.Tensor]) -> torch.Tensor:
+    first, second, third, fourth = values
+    return (first + second) + (third + fourth)
+
+
+def descend(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.05 * parameter.grad
+
+
+CASES = [("mlp", False), ("lenet", True), ("resnet18", False), ("resnet18", True)]
+SHARES = {1: [[4]], 2: [[2, 2], [3, 1], [1, 3]], 3: [[1, 1, 2], [2, 1, 1]], 4: [[1, 1, 1, 1]]}
+
+
+@pytest.mark.parametrize("strategy", list(parallel.CATALOGUE))
+def test_ordered_equals_one_process_bit_for_bit_on_any_ranks(strategy: str, run_ranks) -> None:
+    expected = {case: one_process(case[0], 4, case[1]) for case in CASES}
+    checked = 0
+    for size, shares in SHARES.items():
+        keys = [(case, share) for case in CASES for share in shares]
+        work = [(with_strategy, (strategy, "ordered", name, share, bf16)) for (name, bf16), share in keys]
+        for results in run_ranks(size, *work):
+            for (case, share), (sha256, _, totals) in zip(keys, results, strict=True):
+                assert sha256 == expected[case][0], (case, share)
+                assert totals == expected[case][2], (case, share)
+                checked += 1
+    assert checked == len(CASES) * (1 + 6 + 6 + 4)
+
+
+@pytest.mark.parametrize("strategy", list(parallel.CATALOGUE))
+def test_native_equals_one_process_within_rounding(strategy: str, run_ranks) -> None:
+    """In fp32, where the only difference is the order of four additions; under [2, 2] every rank accumulates two micro-batches."""
+    names = ("mlp", "resnet18")
+    references = {name: one_process(name, 4, False, 1) for name in names}
+    for size, share in ((1, [4]), (2, [2, 2]), (4, [1, 1, 1, 1])):
+        results = run_ranks(size, *((with_strategy, (strategy, "native", name, share, False, 1)) for name in names))
+        for name, (_, found, totals) in zip(names, results[0], strict=True):
+            _, expected, expected_totals = references[name]
+            for key, value in expected.items():
+                error = ((found[key] - value).norm() / value.norm()).item()
+                assert error < NATIVE_TOLERANCE, (size, name, key, error)
+            assert totals[0]["train/loss"] == pytest.approx(expected_totals[0]["train/loss"], rel=1e-6)
+
+
+def test_the_reference_depends_on_what_it_should() -> None:
+    """Breaks if the digests above could not tell two computations apart."""
+    assert one_process("mlp", 4, False)[0] != one_process("mlp", 4, True)[0]
