@@ -1,7 +1,6 @@
 """The evaluate stage: the published model on the test images, each exactly once."""
 
 import json
-import logging
 import os
 from typing import Any
 
@@ -9,15 +8,13 @@ from pipeline.config import Config, ConfigError, DataError
 from pipeline.data import store
 from pipeline.files import Paths, write_whole
 from pipeline.job import Job
-from pipeline.launch import machine, outcome
+from pipeline.launch import machine
 from pipeline.launch.lock import held
 from pipeline.launch.placement import place
 from pipeline.launch.progress import Progress
 from pipeline.launch.work import Work, opening
 from pipeline.report import plots
 from pipeline.tracking.journal import Journal
-
-log = logging.getLogger(__name__)
 
 
 def run(config: Config, paths: Paths) -> int:
@@ -44,18 +41,12 @@ def run(config: Config, paths: Paths) -> int:
     with held(run / "lock"):
         job.result.unlink(missing_ok=True)
 
-        def finish(journal: Journal, run_id: str | None) -> None:
-            report(job, paths, manifest.class_names, proof["best"]["step"], journal)
+        def finish(journal: Journal, run_id: str | None) -> str:
+            return report(job, paths, manifest.class_names, proof["best"]["step"], journal)
 
-        progress = Progress(job.journal, 1, 1)
         first_line = opening(trained, paths, f"{trained.model.name} on {manifest.name} {proof['fingerprint'][:6]}")
         tags: dict[str, Any] = {"dvc.experiment": os.environ.get("DVC_EXP_NAME")}
-        end = Work("evaluate", job, paths).run("pipeline.training.examine", first_line, tags, progress, finish)
-    if end.exit_code == 0:
-        found = json.loads((paths.metrics / "eval.json").read_text())
-        progress.say(f"test accuracy {found['accuracy']:.4f} ({found['correct']} of {found['total']}), loss {found['loss']:.4f}")
-    else:
-        progress.say(outcome.message(end))
+        end = Work("evaluate", job, paths).run("pipeline.training.examine", first_line, tags, Progress(job.journal, 1, 1), finish)
     return end.exit_code
 
 
@@ -72,8 +63,8 @@ def read_receipt(paths: Paths) -> dict[str, Any]:
     return proof
 
 
-def report(job: Job, paths: Paths, class_names: list[str], step: int, journal: Journal) -> None:
-    """Metrics, plots, and the same in the journal."""
+def report(job: Job, paths: Paths, class_names: list[str], step: int, journal: Journal) -> str:
+    """Metrics, plots, and the same in the journal; what to tell people."""
     found: dict[str, Any] = json.loads(job.result.read_text())
     confusion = found.pop("confusion")
     per_class = {
@@ -85,3 +76,4 @@ def report(job: Job, paths: Paths, class_names: list[str], step: int, journal: J
     journal.metrics({f"test/{name}": value for name, value in found.items()}, step)
     for path in [paths.metrics / "eval.json", *sorted(paths.plots.glob("confusion.*")), *sorted(paths.plots.glob("classes.*"))]:
         journal.event("artifact", path=str(path), folder="plots" if path.parent == paths.plots else None)
+    return f"test accuracy {found['accuracy']:.4f} ({found['correct']} of {found['total']}), loss {found['loss']:.4f}"

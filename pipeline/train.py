@@ -13,7 +13,7 @@ from pipeline.config import Config, ConfigError
 from pipeline.data import store
 from pipeline.files import Paths, write_whole
 from pipeline.job import Job
-from pipeline.launch import machine, outcome
+from pipeline.launch import machine
 from pipeline.launch.fingerprint import fingerprint, versions
 from pipeline.launch.lock import held
 from pipeline.launch.placement import Placement, place
@@ -33,60 +33,67 @@ def run(config: Config, paths: Paths) -> int:
     manifest = store.read_manifest(paths.prepared)
     steps_per_epoch = manifest.counts["train"] // config.dist.global_batch
     if steps_per_epoch == 0:
-        raise ConfigError(
-            f"dist.batch_size_per_gpu: {manifest.counts['train']} training images do not fill a global batch of {config.dist.global_batch}"
-        )
+        counted = f"{manifest.counts['train']} training images do not fill a global batch of {config.dist.global_batch}"
+        raise ConfigError(f"dist.batch_size_per_gpu: {counted}; lower it")
     name = fingerprint(config, placement, manifest.digest)
-    run = paths.runs / name
-    with held(run / "lock"):
-        if (run / "receipt.json").exists():
-            publish(run, paths)
-            done = json.loads((run / "receipt.json").read_text())
-            log.info("this experiment is finished already (%s, MLflow run %s): published again", run, done["mlflow_run_id"])
+    job = Job(
+        config=config,
+        device=placement.device,
+        backend=placement.backend,
+        precision=placement.precision,
+        prepared=paths.prepared,
+        run=paths.runs / name,
+    )
+    with held(job.run / "lock"):
+        if (job.run / "receipt.json").exists():
+            publish(job.run, paths)
+            proof = json.loads((job.run / "receipt.json").read_text())
+            log.info("finished already, published again: %s, MLflow run %s", job.run, proof["mlflow_run_id"])
             return 0
         store.verify(paths.prepared, manifest, ("train", "validation"))
-        job = Job(
-            config=config,
-            device=placement.device,
-            backend=placement.backend,
-            precision=placement.precision,
-            prepared=paths.prepared,
-            run=run,
-        )
-        git = receipt.git_state(paths.root)
-        proof = facts(config, placement, manifest, name) | {"git": git}
-        tags = {
-            "lockstep.fingerprint": name,
-            "lockstep.data_digest": manifest.digest,
-            "lockstep.world_size": config.dist.world_size,
-            "lockstep.backend": placement.backend,
-            "lockstep.device": placement.device_kind,
-            "lockstep.precision": placement.precision,
-            "lockstep.seed": config.seed,
-            "mlflow.source.git.commit": git["commit"],
-            "lockstep.dirty": git["dirty"],
-            "dvc.experiment": os.environ.get("DVC_EXP_NAME"),
-        }
-
-        def finish(journal: Journal, run_id: str | None) -> None:
-            write_receipt(job, proof | {"mlflow_run_id": run_id})
-            publish(run, paths)
-            journal_artifacts(journal, job, paths, manifest.shape)
-
         progress = Progress(job.journal, steps_per_epoch * config.train.epochs, steps_per_epoch)
-        what = f"{config.model.name} on {manifest.name}"
-        progress.say(
-            f"training {what}: {config.dist.world_size} x {placement.device}, {placement.backend}, {placement.precision}, run {name}"
-        )
-        end = Work("train", job, paths).run("pipeline.training.rank", opening(config, paths, f"{what} {name[:6]}"), tags, progress, finish)
-    progress.say(outcome.message(end))
+        where = f"{config.dist.world_size} x {placement.device}, {placement.backend}, {placement.precision}"
+        progress.say(f"training {config.model.name} on {manifest.name}: {where}, run {name}")
+        return carry_out(job, paths, progress, facts(config, placement, manifest, name, receipt.git_state(paths.root)))
+
+
+def carry_out(job: Job, paths: Paths, progress: Progress, proof: dict[str, Any]) -> int:
+    """Start the ranks; when they are done, complete the receipt and publish."""
+
+    def finish(journal: Journal, run_id: str | None) -> str:
+        write_receipt(job, proof | {"mlflow_run_id": run_id})
+        publish(job.run, paths)
+        journal_artifacts(journal, job, paths)
+        best = receipt.best_epoch(receipt.epochs(job.journal))
+        return f"best validation accuracy {best['validation_accuracy']:.4f} in epoch {best['epoch']}"
+
+    name = f"{job.config.model.name} on {job.config.data.name} {proof['fingerprint'][:6]}"
+    end = Work("train", job, paths).run("pipeline.training.rank", opening(job.config, paths, name), tags(proof), progress, finish)
     return end.exit_code
 
 
-def facts(config: Config, placement: Placement, manifest: store.Manifest, name: str) -> dict[str, Any]:
+def tags(proof: dict[str, Any]) -> dict[str, Any]:
+    """What MLflow's runs are searched by."""
+    return {
+        "lockstep.fingerprint": proof["fingerprint"],
+        "lockstep.data_digest": proof["data_digest"],
+        "lockstep.world_size": proof["placement"]["world_size"],
+        "lockstep.backend": proof["placement"]["backend"],
+        "lockstep.device": proof["device"],
+        "lockstep.precision": proof["precision"],
+        "lockstep.seed": proof["parameters"]["seed"],
+        "lockstep.image": proof["image"],
+        "mlflow.source.git.commit": proof["git"]["commit"],
+        "lockstep.dirty": proof["git"]["dirty"],
+        "dvc.experiment": os.environ.get("DVC_EXP_NAME"),
+    }
+
+
+def facts(config: Config, placement: Placement, manifest: store.Manifest, name: str, git: dict[str, Any]) -> dict[str, Any]:
     """What a receipt says before anything ran."""
     return {
         "fingerprint": name,
+        "git": git,
         "parameters": config.model_dump(),
         "data_digest": manifest.digest,
         "image": os.environ.get("LOCKSTEP_IMAGE"),
@@ -143,7 +150,7 @@ def publish(run: Path, paths: Paths) -> None:
     plots.curves(run / "journal.jsonl", paths.plots)
 
 
-def journal_artifacts(journal: Journal, job: Job, paths: Paths, shape: tuple[int, int, int]) -> None:
+def journal_artifacts(journal: Journal, job: Job, paths: Paths) -> None:
     """Tell MLflow's mirror what to keep."""
     proof = json.loads((job.run / "receipt.json").read_text())
     shutil.copyfile(paths.params, job.run / "params.yaml")
@@ -157,4 +164,4 @@ def journal_artifacts(journal: Journal, job: Job, paths: Paths, shape: tuple[int
         journal.event("artifact", path=str(path), folder="checkpoints")
     for path in sorted(paths.plots.glob("curves.*")):
         journal.event("artifact", path=str(path), folder="plots")
-    journal.event("model", path="model.pt2", shape=shape)
+    journal.event("model", path="model.pt2", shape=store.read_manifest(job.prepared).shape)

@@ -103,7 +103,14 @@ def make_job(folder: Path, precision: str = "fp32", **changes: Any) -> Job:
     paths = Paths(folder / "params.yaml")
     if not paths.prepared.exists():
         prepare.run(config, paths)
-    values = {"config": config, "device": "cpu", "backend": "gloo", "precision": precision, "prepared": paths.prepared, "run": folder / "run"}
+    values = {
+        "config": config,
+        "device": "cpu",
+        "backend": "gloo",
+        "precision": precision,
+        "prepared": paths.prepared,
+        "run": folder / "run",
+    }
     return Job.model_validate(values)
 
 

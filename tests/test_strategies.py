@@ -44,7 +44,9 @@ def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return gradients | floating
 
 
-def with_strategy(group, strategy: str, reduction: str, model_name: str, per_rank: list[int], bf16: bool, steps: int = STEPS) -> tuple[str, Any, Any]:
+def with_strategy(
+    group, strategy: str, reduction: str, model_name: str, per_rank: list[int], bf16: bool, steps: int = STEPS
+) -> tuple[str, Any, Any]:
     """Gradients and buffers after some steps on these ranks, with plain descent in between."""
     torch.use_deterministic_algorithms(True)
     model = make_model(model_name)

@@ -19,6 +19,15 @@ def tracking_uri(paths: Paths) -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{paths.home / 'mlflow.db'}"
 
 
+def address(run: Path, paths: Paths) -> str:
+    """Where people see the run."""
+    state, uri = read_state(run), tracking_uri(paths)
+    page = f"#/experiments/{state.experiment_id}/runs/{state.run_id}"
+    if uri.startswith("http"):
+        return f"{uri.rstrip('/')}/{page}"
+    return f"http://127.0.0.1:5000/{page} (after: make ui)"
+
+
 class MirrorProcess:
     """Mirrors one run until it is told that the journal is complete."""
 

@@ -59,7 +59,5 @@ def describe(failure: Failure) -> str:
 
 def message(outcome: Outcome) -> str:
     """The one line for people: what, where, what to do."""
-    if outcome.outcome == "done":
-        return f"done: {outcome.step} steps"
     kept = f" Kept: {outcome.checkpoint}." if outcome.checkpoint else ""
     return f"{outcome.cause}.{kept} To go on: {outcome.command}"

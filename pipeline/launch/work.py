@@ -13,14 +13,14 @@ from pipeline.config import Config
 from pipeline.files import Paths, write_whole
 from pipeline.job import Job
 from pipeline.launch import outcome, torchrun
-from pipeline.launch.mirroring import MirrorProcess
+from pipeline.launch.mirroring import MirrorProcess, address
 from pipeline.launch.outcome import Outcome
 from pipeline.launch.progress import Progress
 from pipeline.launch.torchrun import Failure
 from pipeline.tracking import journal as journals
 from pipeline.tracking.journal import Journal
 
-Publish = Callable[[Journal, str | None], None]
+Publish = Callable[[Journal, str | None], str]
 
 
 class Work:
@@ -31,7 +31,7 @@ class Work:
         self.command = f"python -m pipeline {stage} --params {shlex.quote(str(paths.params))}"
 
     def run(self, module: str, opening: dict[str, Any], tags: dict[str, Any], progress: Progress, publish: Publish) -> Outcome:
-        """Start the ranks and see them to their end; `publish` is called with MLflow's run id when they are done."""
+        """Start the ranks and see them to their end; `publish`, given MLflow's run id, says in a line what came of it."""
         job, run = self._job, self._job.run
         file = run / f"{self._stage}.json"
         write_whole(file, job.model_dump_json().encode())
@@ -48,16 +48,16 @@ class Work:
             watch = torchrun.run(module, file, dist.world_size, dist.threads_per_rank, tell, progress.tick)
         journal.event("left", stage=self._stage, elapsed_seconds=time.monotonic() - started_at)
         end = outcome.judge(watch, run, newest_checkpoint(run), self.command)
-        if end.exit_code == 0:
-            publish(journal, mirror.run_id())
+        progress.say(publish(journal, mirror.run_id()) if end.exit_code == 0 else outcome.message(end))
         journal.event("ended", stage=self._stage, outcome=end.outcome, cause=end.cause)
         journal.close()
         end.write(run)
         wrong = mirror.finish()
-        if wrong is not None:
-            progress.say(
-                f"MLflow does not have all of it yet ({wrong}). To catch up: python -m pipeline sync --params {shlex.quote(str(self._paths.params))}"
-            )
+        if wrong is None:
+            progress.say(f"MLflow: {address(run, self._paths)}")
+        else:
+            cure = f"python -m pipeline sync --params {shlex.quote(str(self._paths.params))}"
+            progress.say(f"MLflow does not have all of it yet ({wrong}). To catch up: {cure}")
         return end
 
     def _teller(self, progress: Progress) -> Callable[[Failure], None]:
@@ -67,10 +67,9 @@ class Work:
             if failure.exit_code in torchrun.FINAL_EXITS or failure.attempt >= torchrun.MAX_RESTARTS:
                 return
             step = journals.last(self._job.journal, "metrics").get("step", 0)
+            source = newest_checkpoint(self._job.run) or "the beginning"
             count = f"restart {failure.attempt + 1} of {torchrun.MAX_RESTARTS}"
-            progress.say(
-                f"{outcome.describe(failure)} after step {step}; starting again from {newest_checkpoint(self._job.run) or 'the beginning'} ({count})"
-            )
+            progress.say(f"{outcome.describe(failure)} after step {step}; starting again from {source} ({count})")
 
         return tell
 

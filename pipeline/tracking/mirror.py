@@ -31,6 +31,7 @@ class State:
     """How far a run is mirrored: MLflow's id of it, the place in the journal, and what went wrong last."""
 
     run_id: str = ""
+    experiment_id: str = ""
     offset: int = 0
     error: str | None = None
 
@@ -84,7 +85,7 @@ class Mirror:
             self._client.set_terminated(self._state.run_id, "KILLED")
 
     def _mark(self, error: str | None) -> None:
-        state = State(self._state.run_id, self._tail.offset, error)
+        state = replace(self._state, offset=self._tail.offset, error=error)
         if state != self._state:
             self._state = state
             write_whole(self._run / "mirror.json", json.dumps(asdict(state)).encode())
@@ -104,7 +105,7 @@ class Mirror:
             tags = line["tags"] | {RUN_TAG: line["id"]}
             run_id = self._client.create_run(experiment, start_time=line["at"], tags=tags, run_name=line["name"]).info.run_id
         self._client.log_batch(run_id, params=[self._param(name, str(value)) for name, value in line["params"].items()])
-        self._state = replace(self._state, run_id=run_id)
+        self._state = replace(self._state, run_id=run_id, experiment_id=experiment)
 
     def _experiment(self, name: str, artifacts: str | None) -> str:
         experiment = self._client.get_experiment_by_name(name)

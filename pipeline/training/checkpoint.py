@@ -51,11 +51,12 @@ class Checkpoints:
         tensors = from_bytes(content)
         step = int(tensors.pop("step").item())
         model.load_state_dict({name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")})
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         state: dict[int, dict[str, Tensor]] = {}
         for name, value in tensors.items():
             if name.startswith("optimizer."):
                 _, index, key = name.split(".")
-                state.setdefault(int(index), {})[key] = value
+                state.setdefault(int(index), {})[key] = _laid_out_like(parameters[int(index)], value)
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         self._saved = step
         return step
@@ -134,6 +135,13 @@ def _checked(folder: Path, entry: dict[str, Any]) -> bytes | None:
         return content
     log.warning("%s is damaged (%d bytes); the checkpoint before it is taken", path, len(content))
     return None
+
+
+def _laid_out_like(parameter: Tensor, value: Tensor) -> Tensor:
+    """The same values in the parameter's memory order: fused optimizers walk both as flat memory."""
+    if value.shape != parameter.shape:
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from pipeline.data.order import Order
 from pipeline.job import Job
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.ranks import Ranks
-from pipeline.tracking.journal import Journal, Silent
+from pipeline.tracking.journal import Journal, Silent, Writer
 from pipeline.training import loop, schedule
 from pipeline.training.checkpoint import Checkpoints, weights_sha256
 from pipeline.training.evaluation import Evaluation
@@ -36,7 +36,14 @@ PR_SET_PDEATHSIG = 1
 def main(job: Job) -> None:
     """Train, and leave behind what the launcher publishes."""
     with joined(job) as group:
-        train(job, group)
+        journal = group.only_first(lambda: Journal(job.journal), Silent())
+        model, step, finished = train(job, group, journal)
+        if not finished:
+            journal.event("stopped", step=step)
+            return
+        digest = weights_sha256(model.state_dict())
+        group.only_first(lambda: export(job, model), None)
+        journal.event("finished", step=step, weights_sha256=digest)
 
 
 @contextmanager
@@ -68,8 +75,8 @@ def build_model(job: Job, manifest: store.Manifest, device: torch.device) -> nn.
     return model.to(device=device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue, reportUnknownVariableType]
 
 
-def train(job: Job, group: Ranks) -> None:
-    """All of a training on one rank."""
+def train(job: Job, group: Ranks, journal: Writer) -> tuple[nn.Module, int, bool]:
+    """All of a training on one rank: the model, the step reached, and whether it was the last one."""
     config = job.config
     manifest = store.read_manifest(job.prepared)
     pixels = Pixels(manifest.mean, manifest.std, group.device)
@@ -87,7 +94,6 @@ def train(job: Job, group: Ranks) -> None:
     optimizer = schedule.optimizer(config.train, list(model.parameters()))
     steps = plan(job, order)
     evaluation = Evaluation(store.open_split(job.prepared, "validation"), pixels, manifest.num_classes, group)
-    journal = group.only_first(lambda: Journal(job.journal), Silent())
     stop = Stop(group)
     warmup_steps = config.train.warmup_epochs * steps.per_epoch
     parts = loop.Parts(
@@ -101,12 +107,7 @@ def train(job: Job, group: Ranks) -> None:
     )
     step = loop.run(model, steps, parts)
     stop.close()
-    if step < steps.total:
-        journal.event("stopped", step=step)
-        return
-    digest = weights_sha256(model.state_dict())
-    group.only_first(lambda: export(job, model), None)
-    journal.event("finished", step=step, weights_sha256=digest)
+    return model, step, step == steps.total
 
 
 def batches(job: Job, pixels: Pixels, order: Order, own: range) -> Batches:
