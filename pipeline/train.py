@@ -54,7 +54,7 @@ def run(config: Config, paths: Paths) -> int:
         progress = Progress(job.journal, steps_per_epoch * config.train.epochs, steps_per_epoch)
         where = f"{config.dist.world_size} x {placement.device}, {placement.backend}, {placement.precision}"
         progress.say(f"training {config.model.name} on {manifest.name}: {where}, run {name}")
-        return carry_out(job, paths, progress, facts(config, placement, manifest, name, receipt.git_state(paths.root)))
+        return carry_out(job, paths, progress, facts(config, placement, manifest, name, receipt.git_state()))
 
 
 def carry_out(job: Job, paths: Paths, progress: Progress, proof: dict[str, Any]) -> int:

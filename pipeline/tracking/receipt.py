@@ -8,16 +8,21 @@ from typing import Any
 from pipeline.tracking.journal import read
 
 
-def git_state(folder: Path) -> dict[str, Any]:
-    """The commit and whether the tree differs from it; in an image without `.git`, what its builder passed."""
+CODE = Path(__file__).parents[2]
+# What an experiment is made of; outs and dvc.lock lie in the same tree and change with every run.
+SOURCES = ("pipeline", "params.yaml", "dvc.yaml", "requirements.lock")
+
+
+def git_state() -> dict[str, Any]:
+    """The commit of this code and whether its tree differs from it; in an image without `.git`, what its builder passed."""
     if "LOCKSTEP_COMMIT" in os.environ:
         return {"commit": os.environ["LOCKSTEP_COMMIT"], "dirty": os.environ.get("LOCKSTEP_DIRTY") == "1"}
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(["git", *words], cwd=CODE, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", *SOURCES))}
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "dirty": None}
 

@@ -1,0 +1,188 @@
+"""The train stage for real: torchrun, signals, restarts, recognition, and what MLflow is told."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import mlflow
+import psutil
+import pytest
+
+from tests.conftest import Experiment
+
+pytestmark = pytest.mark.slow
+
+LONGER = {"data": {"name": "synthetic:6000"}, "train__epochs": 4, "model__name": "lenet", "checkpoint__every_steps": 20}
+
+
+def wait_for_step(experiment: Experiment, step: int, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        assert process.poll() is None, process.communicate()[0]
+        if list((experiment.folder / "runs").glob("*/journal.jsonl")) and any(
+            line["step"] >= step for line in experiment.journal("metrics")
+        ):
+            return
+        time.sleep(0.02)
+    raise AssertionError("the step was never reached")
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return [child for child in psutil.Process(process.pid).children(recursive=True) if "pipeline.training.rank" in child.cmdline()[-2:][0]]
+
+
+def weights(experiment: Experiment) -> str:
+    return experiment.json("models/receipt.json")["weights_sha256"]
+
+
+def mlflow_runs(experiment: Experiment) -> list[mlflow.entities.Run]:
+    client = mlflow.MlflowClient(f"sqlite:///{experiment.folder / 'mlflow.db'}")
+    return [run for one in client.search_experiments() for run in client.search_runs([one.experiment_id])]
+
+
+@pytest.fixture(scope="module")
+def unhurt(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
+    """The experiment left alone."""
+    experiment = Experiment(tmp_path_factory.mktemp("unhurt")).set(**LONGER)
+    experiment.run("prepare")
+    experiment.run("train")
+    return experiment
+
+
+def test_stopped_anywhere_and_resumed_on_other_ranks_it_ends_with_the_same_bits(unhurt: Experiment, experiment: Experiment) -> None:
+    experiment.set(**LONGER).run("prepare")
+    total = experiment_steps(unhurt)
+    # In the middle of an epoch, by the launcher's SIGTERM; near its end, by Ctrl-C; in the last epoch, by a SIGTERM to one rank.
+    for world_size, step, to_rank in ((2, total // 8, False), (3, total // 2, False), (1, total - 20, True)):
+        experiment.set(**LONGER, dist__world_size=world_size, dist__batch_size_per_gpu=96 // world_size)
+        process = experiment.start("train")
+        wait_for_step(experiment, step, process)
+        children = psutil.Process(process.pid).children(recursive=True)
+        (ranks_of(process)[0] if to_rank else process).send_signal(signal.SIGINT if world_size == 3 else signal.SIGTERM)
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 75, said
+        assert "stopped on request" in said
+        assert not psutil.wait_procs(children, timeout=5)[1]
+        status = json.loads((experiment.run_folder / "status.json").read_text())
+        assert (status["outcome"], status["exit_code"]) == ("stopped", 75)
+        assert step <= status["step"] < total
+        assert Path(status["checkpoint"]).name == f"step-{status['step']:08d}.safetensors"
+        assert [run.info.status for run in mlflow_runs(experiment)] == ["KILLED"]
+    experiment.set(**LONGER)
+    experiment.run("train")
+    assert weights(experiment) == weights(unhurt)
+    assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
+    same_figures(experiment, unhurt)
+
+
+def experiment_steps(experiment: Experiment) -> int:
+    return experiment.json("models/receipt.json")["steps"]
+
+
+def same_figures(experiment: Experiment, other: Experiment) -> None:
+    """Every figure of learning in receipt and journal is the same, each once."""
+    mine, theirs = (one.json("models/receipt.json") for one in (experiment, other))
+    for key in ("weights_sha256", "model_sha256", "steps", "best", "epochs", "fingerprint", "data_digest"):
+        assert mine[key] == theirs[key], key
+    figures = [
+        [
+            (line["step"], name, value)
+            for line in one.journal("metrics")
+            for name, value in line["values"].items()
+            if "per_second" not in name
+        ]
+        for one in (experiment, other)
+    ]
+    assert figures[0] == figures[1]
+
+
+def test_a_killed_rank_costs_a_restart_and_not_one_bit(unhurt: Experiment, experiment: Experiment) -> None:
+    experiment.set(**LONGER).run("prepare")
+    process = experiment.start("train")
+    wait_for_step(experiment, experiment_steps(unhurt) * 3 // 8, process)
+    victim = ranks_of(process)[1]
+    os.kill(victim.pid, signal.SIGKILL)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "restart 1 of 3" in said
+    assert weights(experiment) == weights(unhurt)
+    same_figures(experiment, unhurt)
+    assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
+
+
+def test_a_killed_launcher_leaves_no_orphan_and_the_next_start_goes_on(unhurt: Experiment, experiment: Experiment) -> None:
+    experiment.set(**LONGER).run("prepare")
+    process = experiment.start("train")
+    wait_for_step(experiment, experiment_steps(unhurt) // 2, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate(timeout=30)
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive
+    assert [run.info.status for run in mlflow_runs(experiment)] == ["KILLED"]
+    experiment.run("train")
+    assert weights(experiment) == weights(unhurt)
+    assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
+    same_figures(experiment, unhurt)
+
+
+def test_a_second_signal_ends_it_at_once(experiment: Experiment) -> None:
+    experiment.set(**LONGER).run("prepare")
+    process = experiment.start("train")
+    wait_for_step(experiment, 10, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode in (130, 143), said
+    assert not psutil.wait_procs(children, timeout=5)[1]
+
+
+def test_the_same_experiment_on_another_placement_is_recognised_in_seconds(unhurt: Experiment) -> None:
+    before = (unhurt.folder / "models/receipt.json").read_bytes()
+    unhurt.set(**LONGER, dist__world_size=4, dist__batch_size_per_gpu=24)
+    started_at = time.monotonic()
+    said = unhurt.run("train")
+    assert time.monotonic() - started_at < 5
+    assert "finished already, published again" in said
+    assert (unhurt.folder / "models/receipt.json").read_bytes() == before
+    assert len(mlflow_runs(unhurt)) == 1
+    unhurt.set(**LONGER)
+
+
+def test_two_trainings_of_one_experiment_do_not_run_at_once(experiment: Experiment) -> None:
+    experiment.set(**LONGER).run("prepare")
+    first = experiment.start("train")
+    wait_for_step(experiment, 1, first)
+    started_at = time.monotonic()
+    said = experiment.run("train", expect=4)
+    assert time.monotonic() - started_at < 2
+    assert f"process {first.pid}" in said
+    first.terminate()
+    first.communicate(timeout=60)
+
+
+def test_divergence_ends_with_5_and_is_not_kept(experiment: Experiment) -> None:
+    experiment.set(train__learning_rate=1e30, train__warmup_epochs=0, train__momentum=0.0, model__name="mlp", checkpoint__every_steps=1)
+    experiment.run("prepare")
+    said = experiment.run("train", expect=5)
+    assert "training diverged" in said
+    assert json.loads((experiment.run_folder / "status.json").read_text())["outcome"] == "diverged"
+    assert [run.info.status for run in mlflow_runs(experiment)] == ["FAILED"]
+    for path in (experiment.run_folder / "checkpoints").glob("step-*.safetensors"):
+        from safetensors.torch import load_file
+
+        assert all(value.isfinite().all() for value in load_file(path).values())
+
+
+def test_damaged_data_end_with_3_before_any_rank_starts(experiment: Experiment) -> None:
+    experiment.run("prepare")
+    path = experiment.folder / "data/prepared/validation-labels.npy"
+    path.write_bytes(path.read_bytes()[:-1])
+    said = experiment.run("train", expect=3)
+    assert str(path) in said
+    assert "expected SHA-256" in said
+    assert not list((experiment.folder / "runs").glob("*/logs/*/torchrun.log"))
