@@ -28,7 +28,7 @@ test: $(READY) ## set up, then all tests that this machine can run
 test-fast: $(READY) ## the fast tests
 	@python -m pytest -m "not slow and not docker and not gpu"
 
-lint: $(READY) ## ruff, pyright; hadolint and shellcheck where installed
+lint: $(READY) ## ruff, pyright, and shellcheck where installed
 	@ruff check . && ruff format --check . && pyright
 	@if command -v shellcheck >/dev/null; then shellcheck .ci/run; else echo "shellcheck is not installed: skipped"; fi
 

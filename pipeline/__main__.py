@@ -35,6 +35,12 @@ def main() -> int:
     except (ConfigError, DataError, MachineError) as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(
+            f"{error.filename or arguments.command}: {error.strerror or error}; see that there is room and a right to write",
+            file=sys.stderr,
+        )
+        return MachineError.exit_code
     except KeyboardInterrupt:
         print("stopped; nothing half-written is left", file=sys.stderr)
         return 130

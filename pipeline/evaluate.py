@@ -46,8 +46,7 @@ def run(config: Config, paths: Paths) -> int:
 
         first_line = opening(trained, paths, f"{trained.model.name} on {manifest.name} {proof['fingerprint'][:6]}")
         tags: dict[str, Any] = {"dvc.experiment": os.environ.get("DVC_EXP_NAME")}
-        end = Work("evaluate", job, paths).run("pipeline.training.examine", first_line, tags, Progress(job.journal, 1, 1), finish)
-    return end.exit_code
+        return Work("evaluate", job, paths).run("pipeline.training.examine", first_line, tags, Progress(job.journal, 1, 1), finish)
 
 
 def read_receipt(paths: Paths) -> dict[str, Any]:

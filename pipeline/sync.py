@@ -6,6 +6,7 @@ from pipeline.config import Config, MachineError
 from pipeline.files import Paths
 from pipeline.launch.lock import held
 from pipeline.launch.mirroring import MirrorProcess
+from pipeline.tracking.journal import last
 from pipeline.tracking.mirror import read_state
 
 log = logging.getLogger(__name__)
@@ -16,7 +17,8 @@ def run(config: Config, paths: Paths) -> int:
     code = 0
     for journal in sorted(paths.runs.glob("*/journal.jsonl")):
         run = journal.parent
-        if read_state(run).offset == journal.stat().st_size:
+        ended = last(journal, "started", "ended").get("kind") == "ended"
+        if ended and read_state(run).offset == journal.stat().st_size:
             continue
         try:
             with held(run / "lock"):

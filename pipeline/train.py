@@ -23,6 +23,7 @@ from pipeline.report import plots
 from pipeline.tracking import journal as journals
 from pipeline.tracking import receipt
 from pipeline.tracking.journal import Journal
+from pipeline.tracking.mirror import read_state
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def run(config: Config, paths: Paths) -> int:
         if (job.run / "receipt.json").exists():
             publish(job.run, paths)
             proof = json.loads((job.run / "receipt.json").read_text())
-            log.info("finished already, published again: %s, MLflow run %s", job.run, proof["mlflow_run_id"])
+            log.info("finished already, published again: %s, MLflow run %s", job.run, proof["mlflow_run_id"] or read_state(job.run).run_id)
             return 0
         store.verify(paths.prepared, manifest, ("train", "validation"))
         progress = Progress(job.journal, steps_per_epoch * config.train.epochs, steps_per_epoch)
@@ -68,8 +69,7 @@ def carry_out(job: Job, paths: Paths, progress: Progress, proof: dict[str, Any])
         return f"best validation accuracy {best['validation_accuracy']:.4f} in epoch {best['epoch']}"
 
     name = f"{job.config.model.name} on {job.config.data.name} {proof['fingerprint'][:6]}"
-    end = Work("train", job, paths).run("pipeline.training.rank", opening(job.config, paths, name), tags(proof), progress, finish)
-    return end.exit_code
+    return Work("train", job, paths).run("pipeline.training.rank", opening(job.config, paths, name), tags(proof), progress, finish)
 
 
 def tags(proof: dict[str, Any]) -> dict[str, Any]:
@@ -126,6 +126,7 @@ def write_receipt(job: Job, proof: dict[str, Any]) -> None:
         "steps": finished["step"],
         "best": receipt.best_epoch(ends),
         "epochs": ends,
+        "journal": journals.last(job.journal, "run")["id"],
         "elapsed_seconds": receipt.elapsed_seconds(job.journal),
     }
     write_whole(job.run / "receipt.json", (json.dumps(learned | proof, indent=2) + "\n").encode())

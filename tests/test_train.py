@@ -31,7 +31,8 @@ def wait_for_step(experiment: Experiment, step: int, process: subprocess.Popen[s
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return [child for child in psutil.Process(process.pid).children(recursive=True) if "pipeline.training.rank" in child.cmdline()[-2:][0]]
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in children if "pipeline.training.rank" in child.cmdline() and "torch.distributed.run" not in child.cmdline()]
 
 
 def weights(experiment: Experiment) -> str:

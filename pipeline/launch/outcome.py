@@ -1,6 +1,7 @@
 """How a run ended: judged from the journal and from torchrun, written down for programs, said once for people."""
 
 import json
+import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from pipeline.files import write_whole
 from pipeline.launch.torchrun import Failure, Watch
 from pipeline.tracking import journal
 
-LOST_PEER, STOPPED = 6, 75
+LOST_PEER, STOPPED, INTERRUPTED, TERMINATED = 6, 75, 130, 143
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Outcome:
     """What status.json holds."""
 
     outcome: str
-    exit_code: int
+    exit_code: int | None
     cause: str
     rank: int | None
     step: int
@@ -28,6 +29,11 @@ class Outcome:
         write_whole(run / "status.json", (json.dumps(asdict(self), indent=2) + "\n").encode())
 
 
+def running(run: Path, step: int, checkpoint: str | None, command: str) -> None:
+    """Until there is an ending: a kill -9 of everything leaves this behind, and it is how to go on."""
+    Outcome("running", None, "", None, step, checkpoint, command).write(run)
+
+
 def judge(watch: Watch, run: Path, checkpoint: str | None, command: str) -> Outcome:
     """What became of the last start in this run's journal."""
     end = journal.last(run / "journal.jsonl", "started", "finished", "stopped")
@@ -37,9 +43,9 @@ def judge(watch: Watch, run: Path, checkpoint: str | None, command: str) -> Outc
         return Outcome(outcome, exit_code, cause, rank, step, checkpoint, command)
 
     if watch.exit_code == 0 and end["kind"] != "stopped":
-        return ended("done", 0, "")
+        return Outcome("done", 0, "", None, step, checkpoint, "")
     if watch.stopped_at_once:
-        return ended("stopped", 128 + (watch.stopped_by or 0), "stopped at once by a second signal")
+        return ended("stopped", INTERRUPTED if watch.stopped_by == signal.SIGINT else TERMINATED, "stopped at once by a second signal")
     if end["kind"] == "stopped" or watch.stopped_by is not None:
         return ended("stopped", STOPPED, f"stopped on request at step {step}")
     if not watch.failures:

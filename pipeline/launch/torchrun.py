@@ -126,6 +126,7 @@ class _Stopper:
     def on_signal(self, number: int, _: FrameType | None) -> None:
         if self._watch.stopped_by is not None:
             self._watch.stopped_at_once = True
+            self._watch.stopped_by = number
             _kill(self._process.pid)
             return
         self._watch.stopped_by = number

@@ -14,7 +14,6 @@ from pipeline.files import Paths, write_whole
 from pipeline.job import Job
 from pipeline.launch import outcome, torchrun
 from pipeline.launch.mirroring import MirrorProcess, address
-from pipeline.launch.outcome import Outcome
 from pipeline.launch.progress import Progress
 from pipeline.launch.torchrun import Failure
 from pipeline.tracking import journal as journals
@@ -30,7 +29,7 @@ class Work:
         self._stage, self._job, self._paths = stage, job, paths
         self.command = f"python -m pipeline {stage} --params {shlex.quote(str(paths.params))}"
 
-    def run(self, module: str, opening: dict[str, Any], tags: dict[str, Any], progress: Progress, publish: Publish) -> Outcome:
+    def run(self, module: str, opening: dict[str, Any], tags: dict[str, Any], progress: Progress, publish: Publish) -> int:
         """Start the ranks and see them to their end; `publish`, given MLflow's run id, says in a line what came of it."""
         job, run = self._job, self._job.run
         file = run / f"{self._stage}.json"
@@ -40,6 +39,8 @@ class Work:
             journal.event("run", **({"id": uuid.uuid4().hex} | opening))
         named = {name: str(value) for name, value in tags.items() if value is not None}
         journal.event("started", stage=self._stage, tags=named)
+        step = journals.last(job.journal, "metrics").get("step", 0)
+        outcome.running(run, step, newest_checkpoint(run), self.command)
         mirror = MirrorProcess(run, self._paths)
         started_at = time.monotonic()
         dist = job.config.dist
@@ -58,7 +59,8 @@ class Work:
         else:
             cure = f"python -m pipeline sync --params {shlex.quote(str(self._paths.params))}"
             progress.say(f"MLflow does not have all of it yet ({wrong}). To catch up: {cure}")
-        return end
+        assert end.exit_code is not None
+        return end.exit_code
 
     def _teller(self, progress: Progress) -> Callable[[Failure], None]:
         """Says of every failure what happened and what becomes of it."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.files import write_whole
-from pipeline.tracking.journal import Tail
+from pipeline.tracking.journal import Tail, last
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,6 @@ class Mirror:
         self._state = read_state(run)
         self._tail = Tail(run / "journal.jsonl", self._state.offset)
         self._pending: list[Any] = []
-        self._open = False
 
     def catch_up(self) -> None:
         """Repeat all that is new in the journal."""
@@ -81,7 +80,7 @@ class Mirror:
 
     def settle(self) -> None:
         """The journal will not grow: a run without an ending was killed."""
-        if self._open:
+        if last(self._run / "journal.jsonl", "started", "ended").get("kind") == "started":
             self._client.set_terminated(self._state.run_id, "KILLED")
 
     def _mark(self, error: str | None) -> None:
@@ -118,7 +117,6 @@ class Mirror:
     def _on_started(self, line: dict[str, Any]) -> None:
         self._client.update_run(self._state.run_id, status="RUNNING")
         self._on_tags(line)
-        self._open = True
 
     def _on_tags(self, line: dict[str, Any]) -> None:
         self._client.log_batch(self._state.run_id, tags=[self._tag(name, str(value)) for name, value in line["tags"].items()])
@@ -143,7 +141,6 @@ class Mirror:
     def _on_ended(self, line: dict[str, Any]) -> None:
         self._on_tags({"tags": {"lockstep.outcome": line["outcome"]}})
         self._client.set_terminated(self._state.run_id, STATUS.get(line["outcome"], "FAILED"), line["at"])
-        self._open = False
 
 
 def follow(run: Path, closed: threading.Event) -> bool:
@@ -152,16 +149,16 @@ def follow(run: Path, closed: threading.Event) -> bool:
 
     mirror = Mirror(run)
     while True:
-        last = closed.is_set()
+        ending = closed.is_set()
         try:
             mirror.catch_up()
-            if last:
+            if ending:
                 mirror.settle()
                 return True
         except (MlflowException, OSError) as error:
             log.warning("%s", error)
             mirror.failed(error)
-            if last:
+            if ending:
                 return False
         closed.wait(PAUSE_SECONDS)
 

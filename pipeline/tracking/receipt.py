@@ -7,7 +7,6 @@ from typing import Any
 
 from pipeline.tracking.journal import read
 
-
 CODE = Path(__file__).parents[2]
 # What an experiment is made of; outs and dvc.lock lie in the same tree and change with every run.
 SOURCES = ("pipeline", "params.yaml", "dvc.yaml", "requirements.lock")

@@ -66,8 +66,8 @@ def run(model: nn.Module, steps: Steps, parts: Parts) -> int:
             rate = {"train/learning_rate": parts.schedule.rate(step - 1), "train/samples": float(step * steps.global_batch)}
             parts.journal.metrics(means | rate | speed.since_last(step), step)
         if step % steps.per_epoch == 0:
-            result = parts.validate(model)
-            parts.journal.metrics({"validation/loss": result.loss, "validation/accuracy": result.accuracy}, step)
+            result = parts.validate(sound(model, step))
+            parts.journal.metrics(finite({"validation/loss": result.loss, "validation/accuracy": result.accuracy}, step), step)
             parts.checkpoints.save_best(model, step, result.accuracy)
             speed.restart(step)
         if step % steps.per_checkpoint == 0:
