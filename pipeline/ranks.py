@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store, TCPStore
 
 T = TypeVar("T")
 
@@ -69,15 +70,25 @@ class Ranks:
         return buffer.numpy().tobytes()
 
 
-def join(device_type: str, backend: str, timeout_seconds: float, init_method: str = "env://") -> Ranks:
-    """Join the group that torchrun described in the environment."""
+def torchrun_store(timeout_seconds: float) -> Store:
+    """The agent's store, in a corner of its own for each attempt.
+
+    torchrun keeps one store through all restarts (torch 2.14): without the prefix, a rank of the second attempt may read
+    where a rank of the first one listened, and wait for it until its timeout.
+    """
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=timeout_seconds))
+    return PrefixStore(f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+
+
+def join(device_type: str, backend: str, store: Store, timeout_seconds: float) -> Ranks:
+    """Join the group of RANK and WORLD_SIZE that meets in a store."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_seconds)
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
     return Ranks(rank, size, device, control)

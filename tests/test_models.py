@@ -39,7 +39,7 @@ def test_resnet_has_a_small_stem_and_no_max_pool() -> None:
 
 
 def test_images_too_small_for_a_model_are_a_clear_error() -> None:
-    with pytest.raises(ConfigError, match="lenet needs images of 16 pixels or more, these have 8; set data.image_size"):
+    with pytest.raises(ConfigError, match=r"lenet needs images of 16 pixels or more, these have 8; set data\.image_size"):
         models.build("lenet", 1, 8, 10)
 
 
@@ -50,5 +50,5 @@ def test_names_of_torchvision_are_those_that_it_registers() -> None:
     registered = torchvision.models.list_models(module=torchvision.models)
     for name in registered:
         models.check(f"torchvision:{name}")
-    with pytest.raises(ConfigError, match="model.name"):
+    with pytest.raises(ConfigError, match=r"model\.name"):
         models.check("torchvision:fcn_resnet50")

@@ -50,7 +50,7 @@ def main(job: Job) -> None:
 def joined(job: Job) -> Generator[Ranks]:
     """This process as a rank: bits fixed, group joined, and left again."""
     fix_bits(job)
-    group = ranks.join(job.device, job.backend, TIMEOUT_SECONDS)
+    group = ranks.join(job.device, job.backend, ranks.torchrun_store(TIMEOUT_SECONDS), TIMEOUT_SECONDS)
     try:
         yield group
     finally:

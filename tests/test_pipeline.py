@@ -1,0 +1,122 @@
+"""The whole pipeline as a user runs it: every command of the README, in a clone of its own."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+import mlflow
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This tree as a clone with a small data set, using the environment that the tests run in."""
+    folder = tmp_path_factory.mktemp("clone") / "lockstep"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
+    listed = subprocess.run(["git", "ls-files", "-mo", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in listed.stdout.split():
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, folder / name)
+    values = yaml.safe_load((folder / "params.yaml").read_text())
+    values["data"]["name"] = "synthetic:1200"
+    values["train"]["epochs"] = 2
+    (folder / "params.yaml").write_text(yaml.safe_dump(values))
+    (folder / ".venv").symlink_to(ROOT / ".venv")
+    git = ["git", "-c", "user.name=test", "-c", "user.email=test@localhost"]
+    subprocess.run([*git, "add", "-A"], cwd=folder, check=True)
+    subprocess.run([*git, "commit", "-qm", "small"], cwd=folder, check=True)
+    return folder
+
+
+def run(folder: Path, command: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "PYTHON", "DVC_"))}
+    environment["PATH"] = f"{folder / '.venv' / 'bin'}:{environment['PATH']}"
+    done = subprocess.run(command, shell=True, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout}"
+    return done.stdout
+
+
+def runs(folder: Path) -> list[mlflow.entities.Run]:
+    client = mlflow.MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    return [found for one in client.search_experiments() for found in client.search_runs([one.experiment_id])]
+
+
+def show_ui(folder: Path) -> None:
+    """Start it, see MLflow answer, stop it."""
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", 5000)), "something listens on 127.0.0.1:5000 already"
+    process = subprocess.Popen(["make", "ui"], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        until = time.monotonic() + 60
+        while True:
+            try:
+                with urllib.request.urlopen("http://127.0.0.1:5000/version", timeout=5) as answer:
+                    assert answer.read().decode() == mlflow.__version__
+                return
+            except OSError:
+                assert time.monotonic() < until
+                assert process.poll() is None
+                time.sleep(0.2)
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
+
+
+def readme_commands() -> list[str]:
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line]
+
+
+def test_every_command_of_the_readme_works(clone: Path) -> None:
+    commands = readme_commands()
+    assert {"make repro", "make test", "make ui", "dvc repro"} <= set(commands)
+    for command in commands:
+        if command == "make test":
+            # This is it; what it would run is looked at instead.
+            assert "pytest" in run(clone, "make -n test")
+        elif command == "make ui":
+            show_ui(clone)
+        else:
+            said = run(clone, command)
+        if command == "make repro":
+            assert "test accuracy" in said
+            assert [one.info.status for one in runs(clone)] == ["FINISHED"]
+        if "dist.world_size=4" in command:
+            assert "finished already, published again" in said
+            assert len(runs(clone)) == 1
+    assert sorted(one.info.status for one in runs(clone)) == ["FINISHED", "FINISHED"]
+
+
+def test_a_second_repro_is_up_to_date_within_six_seconds(clone: Path) -> None:
+    run(clone, "dvc repro")
+    started_at = time.monotonic()
+    assert "up to date" in run(clone, "dvc repro")
+    assert time.monotonic() - started_at < 6
+
+
+def test_an_experiment_in_a_temporary_folder_keeps_its_run_in_the_workspace(clone: Path) -> None:
+    before = {one.info.run_id for one in runs(clone)}
+    run(clone, "dvc exp run --temp --name in-a-temporary-folder -S seed=5 -S train.epochs=1 -S model.name=mlp")
+    (new,) = [one for one in runs(clone) if one.info.run_id not in before]
+    assert new.info.status == "FINISHED"
+    assert new.data.tags["dvc.experiment"] == "in-a-temporary-folder"
+    assert "test/accuracy" in new.data.metrics
+    assert (clone / "runs" / new.data.tags["lockstep.fingerprint"] / "receipt.json").exists()
+
+
+def test_dvc_shows_metrics_and_plots(clone: Path) -> None:
+    assert "top5_accuracy" in run(clone, "dvc metrics show")
+    run(clone, "dvc plots show")
+    assert (clone / "dvc_plots" / "index.html").stat().st_size
