@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ def torchrun_store(timeout_seconds: float) -> Store:
     torchrun keeps one store through all restarts (torch 2.14): without the prefix, a rank of the second attempt may read
     where a rank of the first one listened, and wait for it until its timeout.
     """
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=timeout_seconds))
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=timeout_seconds))
     return PrefixStore(f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
