@@ -76,7 +76,8 @@ def torchrun_store(timeout_seconds: float) -> Store:
     torchrun keeps one store through all restarts (torch 2.14): without the prefix, a rank of the second attempt may read
     where a rank of the first one listened, and wait for it until its timeout.
     """
-    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=timeout_seconds))
+    host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_seconds)
+    store = dist.TCPStore(host, port, is_master=False, timeout=timeout)  # pyright: ignore[reportPrivateImportUsage]
     return PrefixStore(f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
