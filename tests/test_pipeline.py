@@ -34,6 +34,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     values["train"]["epochs"] = 2
     (folder / "params.yaml").write_text(yaml.safe_dump(values))
     (folder / ".venv").symlink_to(ROOT / ".venv")
+    # Older than the environment, so that make does not install it again.
+    os.utime(folder / "requirements.lock", (0, 0))
     git = ["git", "-c", "user.name=test", "-c", "user.email=test@localhost"]
     subprocess.run([*git, "add", "-A"], cwd=folder, check=True)
     subprocess.run([*git, "commit", "-qm", "small"], cwd=folder, check=True)

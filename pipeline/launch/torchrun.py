@@ -63,7 +63,7 @@ def run(module: str, job: Path, world_size: int, threads: int, tell: Callable[[F
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     process = subprocess.Popen(
         _command(module, job, world_size, logs),
-        env=os.environ | _environment(threads),
+        env=environment(threads),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -105,9 +105,10 @@ def _command(module: str, job: Path, world_size: int, logs: Path) -> list[str]:
     ]
 
 
-def _environment(threads: int) -> dict[str, str]:
+def environment(threads: int) -> dict[str, str]:
+    """What torchrun and its ranks are started with."""
     here = str(Path(__file__).parents[2])
-    return {
+    return os.environ | {
         "PYTHONPATH": os.pathsep.join([here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),

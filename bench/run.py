@@ -1,0 +1,157 @@
+"""What a step, a training, a start and a no-op cost, and against whom: `make bench`, or `python bench/run.py steps|product|start`."""
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+import yaml
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bench.silent import mean_speed  # noqa: E402
+from pipeline.launch import machine  # noqa: E402
+from pipeline.launch.torchrun import environment  # noqa: E402
+from pipeline.tracking.journal import read  # noqa: E402
+
+PAIRS = 7
+
+
+def main() -> None:
+    print(
+        f"{platform.system()}, {psutil.cpu_count()} CPUs, {machine.look().cpu}; torch {version('torch')}, Python {platform.python_version()}\n"
+    )
+    for name in sys.argv[1:] or ["steps", "product", "start"]:
+        {"steps": steps, "product": product, "start": start}[name]()
+
+
+def show(name: str, values: list[float], unit: str = "") -> None:
+    print(f"  {name:<34} median {statistics.median(values):>10,.3f}{unit}  {min(values):,.3f} to {max(values):,.3f}  n={len(values)}")
+
+
+def torchrun(script: str, *arguments: str) -> str:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(ROOT / "bench" / script),
+        *arguments,
+    ]
+    return subprocess.run(command, env=environment(1), capture_output=True, text=True, check=True).stdout
+
+
+def steps() -> None:
+    """Ordered with lanes = world size against native, world 2, in turn in one job."""
+    for model, seconds in (("lenet", 3.0), ("resnet18", 8.0)):
+        found = json.loads(torchrun("steps.py", model, str(PAIRS), str(seconds)))
+        print(f"steps, {model}, world 2, 128 images a rank, {found['steps']} steps in each of {PAIRS} rounds, images/s:")
+        for name, values in found["speeds"].items():
+            show(name, values)
+            ratios = [one / other for one, other in zip(values, found["speeds"]["native"], strict=True)]
+            if name != "native":
+                show(f"{name} / native", ratios)
+
+
+def product() -> None:
+    """The whole product, the product without journal and mirror, and a hand-written loop, in turn; lanes = world size."""
+    names = ("product", "without journal and mirror", "hand-written")
+    speeds: dict[str, list[float]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as scratch:
+        for index in range(PAIRS):
+            order = names if index % 2 else names[::-1]
+            for name in order:
+                speeds[name].append(speed_of(name, Path(scratch), f"{index}"))
+    print("product, lenet, world 2, 128 images a rank, 2 lanes, 840 steps, images/s after the first ones, validation left out:")
+    for name in names:
+        show(name, speeds[name])
+    for name in names[1:]:
+        show(f"product / {name}", [one / other for one, other in zip(speeds["product"], speeds[name], strict=True)])
+
+
+def speed_of(name: str, scratch: Path, seed: str) -> float:
+    """Train once, in a folder that keeps its prepared data."""
+    values = {"seed": 1, "data": {"name": "synthetic:60000"}, "train": {"epochs": 4}, "dist": {"lanes": 2}}
+    params = scratch / "params.yaml"
+    params.write_text(yaml.safe_dump(values))
+    if not (scratch / "data").exists():
+        pipeline("prepare", params)
+    for old in [
+        *(scratch / "runs").glob("*/receipt.json"),
+        *(scratch / "runs").glob("*/journal.jsonl"),
+        *(scratch / "runs").glob("*/mirror.json"),
+    ]:
+        old.unlink()
+    for old in (scratch / "runs").glob("*/checkpoints/*"):
+        old.unlink()
+    if name == "product":
+        pipeline("train", params)
+        (journal,) = (scratch / "runs").glob("*/journal.jsonl")
+        return mean_speed([line["values"] for line in read(journal) if "train/images_per_second" in line.get("values", {})])
+    jobs = list((scratch / "runs").glob("*/train.json"))
+    if not jobs:
+        pipeline("train", params)
+        return speed_of(name, scratch, seed)
+    return float(torchrun("silent.py" if name.startswith("without") else "bare.py", str(jobs[0])).split()[-1])
+
+
+def pipeline(command: str, params: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "pipeline", command, "--params", str(params)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def start() -> None:
+    """What every user pays before and around the steps, and a rank's peak memory on a job with the default's shapes."""
+    for name, command in (
+        ("import pipeline.config", ["-c", "import pipeline.config"]),
+        ("--help", ["-m", "pipeline", "--help"]),
+    ):
+        seconds = []
+        for _ in range(PAIRS):
+            started_at = time.monotonic()
+            subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
+            seconds.append(time.monotonic() - started_at)
+        show(name, seconds, " s")
+    first_steps, peaks = [], []
+    for seed in range(3):
+        with tempfile.TemporaryDirectory() as scratch:
+            params = Path(scratch) / "params.yaml"
+            params.write_text(yaml.safe_dump({"seed": seed, "data": {"name": "synthetic:60000"}, "train": {"epochs": 1}}))
+            pipeline("prepare", params)
+            seconds_to_first, peak = watch(params)
+            first_steps.append(seconds_to_first)
+            peaks.append(peak / 2**20)
+    show("train to the first log line", first_steps, " s")
+    show("peak memory of a rank", peaks, " MiB")
+
+
+def watch(params: Path) -> tuple[float, int]:
+    """One training: seconds until the journal has a metric, and the highest resident memory of any rank."""
+    started_at, first, peak = time.monotonic(), 0.0, 0
+    process = subprocess.Popen([sys.executable, "-m", "pipeline", "train", "--params", str(params)], cwd=ROOT, stderr=subprocess.DEVNULL)
+    while process.poll() is None:
+        journals = list(params.parent.glob("runs/*/journal.jsonl"))
+        if not first and journals and any(line["kind"] == "metrics" for line in read(journals[0])):
+            first = time.monotonic() - started_at
+        for child in psutil.Process(process.pid).children(recursive=True):
+            try:
+                if "-u" in child.cmdline() and "pipeline.training.rank" in child.cmdline():
+                    fields = Path(f"/proc/{child.pid}/status").read_text().split()
+                    peak = max(peak, int(fields[fields.index("VmHWM:") + 1]) * 1024)
+            except (psutil.NoSuchProcess, OSError, ValueError):
+                continue
+        time.sleep(0.2)
+    assert process.returncode == 0
+    return first, peak
+
+
+if __name__ == "__main__":
+    main()
