@@ -1,5 +1,6 @@
 """The whole pipeline as a user runs it: every command of the README, in a clone of its own."""
 
+import json
 import os
 import re
 import shutil
@@ -11,9 +12,11 @@ import urllib.request
 from pathlib import Path
 
 import mlflow
+import psutil
 import pytest
 import yaml
 
+from pipeline.tracking.journal import last
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -116,6 +119,41 @@ def test_an_experiment_in_a_temporary_folder_keeps_its_run_in_the_workspace(clon
     assert new.data.tags["dvc.experiment"] == "in-a-temporary-folder"
     assert "test/accuracy" in new.data.metrics
     assert (clone / "runs" / new.data.tags["lockstep.fingerprint"] / "receipt.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_when_dvc_is_killed_training_stops_resumable_and_leaves_no_orphan(number: signal.Signals, clone: Path) -> None:
+    changed = clone / "params.yaml"
+    before = changed.read_text()
+    changed.write_text(before.replace("epochs: 2", f"epochs: {60 + number}"))
+    process = subprocess.Popen(["dvc", "repro"], cwd=clone, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        journal = wait_for_training(clone)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        process.wait(30)
+        _, alive = psutil.wait_procs(children, timeout=30)
+        assert not alive
+        status = json.loads((journal.parent / "status.json").read_text())
+        assert (status["outcome"], status["exit_code"]) == ("stopped", 75)
+        assert Path(status["checkpoint"]).exists()
+    finally:
+        changed.write_text(before)
+    tag = journal.parent.name
+    (run,) = [one for one in runs(clone) if one.data.tags["lockstep.fingerprint"] == tag]
+    assert run.info.status == "KILLED"
+
+
+def wait_for_training(clone: Path) -> Path:
+    """The journal of the training that is under way, once it has a metric."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        for status in clone.glob("runs/*/status.json"):
+            journal = status.parent / "journal.jsonl"
+            if json.loads(status.read_text())["outcome"] == "running" and last(journal, "started", "metrics")["kind"] == "metrics":
+                return journal
+        time.sleep(0.1)
+    raise AssertionError("training never began")
 
 
 def test_dvc_shows_metrics_and_plots(clone: Path) -> None:

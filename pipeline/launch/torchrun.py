@@ -56,14 +56,32 @@ def run(module: str, job: Path, world_size: int, threads: int, tell: Callable[[F
     logs = job.parent / "logs" / time.strftime("%Y%m%d-%H%M%S")
     logs.mkdir(parents=True, exist_ok=True)
     watch = Watch()
+    process = _start(_command(module, job, world_size, logs), environment(threads))
+    reader = threading.Thread(target=_read, args=(process, logs, watch, tell), daemon=True)
+    with _Stopper(process, watch) as stopper:
+        reader.start()
+        try:
+            while process.poll() is None:
+                tick()
+                stopper.if_orphaned()
+                time.sleep(0.1)
+            reader.join(5)
+            _wait_for_orphans(process.pid, watch)
+        finally:
+            _kill(process.pid)
+    tick()
+    watch.exit_code = process.returncode
+    return watch
+
+
+def _start(command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
     if prctl:
         # Orphans of torchrun become our children, so that we can wait for them.
         prctl(PR_SET_CHILD_SUBREAPER, 1)
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    process = subprocess.Popen(
-        _command(module, job, world_size, logs),
-        env=environment(threads),
+    return subprocess.Popen(
+        command,
+        env=variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -72,25 +90,6 @@ def run(module: str, job: Path, world_size: int, threads: int, tell: Callable[[F
         start_new_session=True,
         preexec_fn=(lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM)) if prctl else None,
     )
-    stop = _Stopper(process, watch)
-    for signum in before:
-        signal.signal(signum, stop.on_signal)
-    reader = threading.Thread(target=_read, args=(process, logs, watch, tell), daemon=True)
-    reader.start()
-    try:
-        while process.poll() is None:
-            tick()
-            stop.if_orphaned()
-            time.sleep(0.1)
-        reader.join(5)
-        _wait_for_orphans(process.pid, watch)
-    finally:
-        _kill(process.pid)
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-    tick()
-    watch.exit_code = process.returncode
-    return watch
 
 
 def _command(module: str, job: Path, world_size: int, logs: Path) -> list[str]:
@@ -122,7 +121,22 @@ class _Stopper:
     """The first signal asks the ranks to stop, the second ends everything at once."""
 
     def __init__(self, process: subprocess.Popen[str], watch: Watch):
-        self._process, self._watch, self._parent = process, watch, os.getppid()
+        self._process, self._watch = process, watch
+        ancestors = psutil.Process().parents()
+        self._dvc = next((one for one in ancestors if "dvc" in (Path(word).name for word in one.cmdline()[:3])), None)
+
+    def __enter__(self) -> "_Stopper":
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+        if self._before[signal.SIGHUP] == signal.SIG_IGN:
+            # Under nohup the end of a terminal is no reason to stop.
+            del self._before[signal.SIGHUP]
+        for number in self._before:
+            signal.signal(number, self.on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
         if self._watch.stopped_by is not None:
@@ -134,8 +148,8 @@ class _Stopper:
         self._process.send_signal(signal.SIGTERM)
 
     def if_orphaned(self) -> None:
-        """Whoever started us has gone: nobody would hear of the end, so stop and keep what there is."""
-        if self._watch.stopped_by is None and os.getppid() != self._parent:
+        """DVC has gone and left us running: nobody would hear of the end, so stop and keep what there is."""
+        if self._watch.stopped_by is None and self._dvc is not None and not self._dvc.is_running():
             self.on_signal(signal.SIGTERM, None)
 
 

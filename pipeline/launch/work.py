@@ -91,5 +91,5 @@ def opening(config: Config, paths: Paths, name: str) -> dict[str, Any]:
         "artifacts": (paths.home / "mlartifacts").as_uri(),
         "name": name,
         "params": {"seed": config.seed} | params,
-        "tags": {"mlflow.source.name": "pipeline", "mlflow.user": os.environ.get("USER", "")},
+        "tags": {"mlflow.source.name": "pipeline", "mlflow.user": os.environ.get("USER", "unknown")},
     }
