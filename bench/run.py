@@ -25,9 +25,8 @@ PAIRS = 7
 
 
 def main() -> None:
-    print(
-        f"{platform.system()}, {psutil.cpu_count()} CPUs, {machine.look().cpu}; torch {version('torch')}, Python {platform.python_version()}\n"
-    )
+    print(f"{platform.system()}, {psutil.cpu_count()} CPUs, {machine.look().cpu}")
+    print(f"torch {version('torch')}, Python {platform.python_version()}\n")
     for name in sys.argv[1:] or ["steps", "product", "start"]:
         {"steps": steps, "product": product, "start": start}[name]()
 
@@ -69,7 +68,7 @@ def product() -> None:
         for index in range(PAIRS):
             order = names if index % 2 else names[::-1]
             for name in order:
-                speeds[name].append(speed_of(name, Path(scratch), f"{index}"))
+                speeds[name].append(speed_of(name, Path(scratch)))
     print("product, lenet, world 2, 128 images a rank, 2 lanes, 840 steps, images/s after the first ones, validation left out:")
     for name in names:
         show(name, speeds[name])
@@ -77,21 +76,16 @@ def product() -> None:
         show(f"product / {name}", [one / other for one, other in zip(speeds["product"], speeds[name], strict=True)])
 
 
-def speed_of(name: str, scratch: Path, seed: str) -> float:
+def speed_of(name: str, scratch: Path) -> float:
     """Train once, in a folder that keeps its prepared data."""
     values = {"seed": 1, "data": {"name": "synthetic:60000"}, "train": {"epochs": 4}, "dist": {"lanes": 2}}
     params = scratch / "params.yaml"
     params.write_text(yaml.safe_dump(values))
     if not (scratch / "data").exists():
         pipeline("prepare", params)
-    for old in [
-        *(scratch / "runs").glob("*/receipt.json"),
-        *(scratch / "runs").glob("*/journal.jsonl"),
-        *(scratch / "runs").glob("*/mirror.json"),
-    ]:
-        old.unlink()
-    for old in (scratch / "runs").glob("*/checkpoints/*"):
-        old.unlink()
+    for pattern in ("receipt.json", "journal.jsonl", "mirror.json", "checkpoints/*"):
+        for old in (scratch / "runs").glob(f"*/{pattern}"):
+            old.unlink()
     if name == "product":
         pipeline("train", params)
         (journal,) = (scratch / "runs").glob("*/journal.jsonl")
@@ -99,7 +93,7 @@ def speed_of(name: str, scratch: Path, seed: str) -> float:
     jobs = list((scratch / "runs").glob("*/train.json"))
     if not jobs:
         pipeline("train", params)
-        return speed_of(name, scratch, seed)
+        return speed_of(name, scratch)
     return float(torchrun("silent.py" if name.startswith("without") else "bare.py", str(jobs[0])).split()[-1])
 
 
