@@ -57,7 +57,7 @@ class Progress:
             left = time.strftime("%H:%M:%S", time.gmtime(images_left / self._speed)) if self._speed else "?"
             text = (
                 f"epoch {epoch}/{epochs}  step {step}/{self._total}  loss {values['train/loss']:.4f}  "
-                f"accuracy {values['train/accuracy']:.4f}  {self._speed:,.0f} images/s  {left} left"
+                f"accuracy {values['train/accuracy']:.3f}  {self._speed:,.0f}/s  {left} left"
             )
             if self._live:
                 self._live.update(Text(text, no_wrap=True, overflow="ellipsis"))
