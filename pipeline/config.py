@@ -143,7 +143,7 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     tracking: Tracking = Tracking()
 
-    def identity(self, device_kind: str, precision: str) -> dict[str, Any]:
+    def identity(self, device_kind: str, precision: str, backend: str) -> dict[str, Any]:
         """Everything here that can change the bits; where and on how many ranks it runs is not part of it under `ordered`."""
         dist = {
             "global_batch": self.dist.global_batch,
@@ -153,7 +153,7 @@ class Config(Section):
             "threads_per_rank": self.dist.threads_per_rank,
         }
         if self.dist.reduction != "ordered":
-            dist |= self.dist.model_dump(include={"world_size", "nodes", "backend", "accumulation"})
+            dist |= self.dist.model_dump(include={"world_size", "nodes", "accumulation"}) | {"backend": backend}
         return {
             "seed": self.seed,
             "data": self.data.model_dump(exclude={"root"}),
@@ -182,7 +182,7 @@ def load(path: Path) -> Config:
         raise ConfigError(f"{path}: no such file; run from the project's folder, or name the file with --params") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected sections such as data: and train:, found {type(values).__name__}")

@@ -25,7 +25,8 @@ def run(config: Config, paths: Paths) -> int:
         raise DataError(f"{paths.prepared}: is not what {paths.models} was trained on; run: python -m pipeline train")
     trained = Config.model_validate(proof["parameters"])
     # The model as it was trained, on the ranks that are asked for now.
-    config = trained.model_copy(update={"dist": config.dist})
+    threads = {"threads_per_rank": trained.dist.threads_per_rank}
+    config = trained.model_copy(update={"dist": config.dist.model_copy(update=threads)})
     placement = place(config, machine.look())
     store.verify(paths.prepared, manifest, ("test",))
     run = paths.runs / proof["fingerprint"]
@@ -33,20 +34,21 @@ def run(config: Config, paths: Paths) -> int:
         config=config,
         device=placement.device,
         backend=placement.backend,
-        precision=placement.precision,
+        precision=proof["precision"],
         prepared=paths.prepared,
         run=run,
         weights=paths.models / "model.safetensors",
     )
-    with held(run / "lock"):
+    with held(run / "lock") as lock:
         job.result.unlink(missing_ok=True)
 
         def finish(journal: Journal, run_id: str | None) -> str:
             return report(job, paths, manifest.class_names, proof["best"]["step"], journal)
 
         first_line = opening(trained, paths, f"{trained.model.name} on {manifest.name} {proof['fingerprint'][:6]}")
+        first_line["id"] = proof["journal"]
         tags: dict[str, Any] = {"dvc.experiment": os.environ.get("DVC_EXP_NAME")}
-        return Work("evaluate", job, paths).run("pipeline.training.examine", first_line, tags, Progress(job.journal, 1, 1), finish)
+        return Work("evaluate", job, paths, lock).run("pipeline.training.examine", first_line, tags, Progress(job.journal, 1, 1), finish)
 
 
 def read_receipt(paths: Paths) -> dict[str, Any]:
@@ -69,10 +71,15 @@ def report(job: Job, paths: Paths, class_names: list[str], step: int, journal: J
     per_class = {
         name: row[index] / sum(row) if sum(row) else 0.0 for index, (name, row) in enumerate(zip(class_names, confusion, strict=True))
     }
-    write_whole(paths.metrics / "eval.json", (json.dumps(found | {"class_accuracy": per_class}, indent=2) + "\n").encode())
-    plots.confusion(confusion, class_names, paths.plots)
-    plots.class_accuracy(per_class, paths.plots)
-    journal.metrics({f"test/{name}": value for name, value in found.items()}, step)
-    for path in [paths.metrics / "eval.json", *sorted(paths.plots.glob("confusion.*")), *sorted(paths.plots.glob("classes.*"))]:
-        journal.event("artifact", path=str(path), folder="plots" if path.parent == paths.plots else None)
+    folder = job.run / "plots"
+    write_whole(job.run / "eval.json", (json.dumps(found | {"class_accuracy": per_class}, indent=2) + "\n").encode())
+    plots.confusion(confusion, class_names, folder)
+    plots.class_accuracy(per_class, folder)
+    write_whole(paths.metrics / "eval.json", (job.run / "eval.json").read_bytes())
+    # Not `metrics`, which keeps what a step had before: the newest evaluation counts.
+    journal.event("metrics", step=step, values={f"test/{name}": value for name, value in found.items()})
+    journal.event("artifact", path="eval.json", folder=None)
+    for path in [*sorted(folder.glob("confusion.*")), *sorted(folder.glob("classes.*"))]:
+        write_whole(paths.plots / path.name, path.read_bytes())
+        journal.event("artifact", path=path.relative_to(job.run).as_posix(), folder="plots")
     return f"test accuracy {found['accuracy']:.4f} ({found['correct']} of {found['total']}), loss {found['loss']:.4f}"

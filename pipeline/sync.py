@@ -1,6 +1,7 @@
 """The sync command: what MLflow has not heard of yet is sent to it."""
 
 import logging
+import math
 
 from pipeline.config import Config, MachineError
 from pipeline.files import Paths
@@ -22,7 +23,7 @@ def run(config: Config, paths: Paths) -> int:
             continue
         try:
             with held(run / "lock"):
-                wrong = MirrorProcess(run, paths).finish()
+                wrong = MirrorProcess(run, paths).finish(math.inf)
         except MachineError as error:
             log.info("%s", error)
             continue

@@ -9,7 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config, ConfigError
+import yaml
+
+from pipeline.config import Config, ConfigError, MachineError
 from pipeline.data import store
 from pipeline.files import Paths, write_whole
 from pipeline.job import Job
@@ -45,8 +47,8 @@ def run(config: Config, paths: Paths) -> int:
         prepared=paths.prepared,
         run=paths.runs / name,
     )
-    with held(job.run / "lock"):
-        if (job.run / "receipt.json").exists():
+    with held(job.run / "lock") as lock:
+        if any(line["stage"] == "train" and line["outcome"] == "done" for line in journals.read(job.journal) if line["kind"] == "ended"):
             publish(job.run, paths)
             proof = json.loads((job.run / "receipt.json").read_text())
             log.info("finished already, published again: %s, MLflow run %s", job.run, proof["mlflow_run_id"] or read_state(job.run).run_id)
@@ -55,21 +57,21 @@ def run(config: Config, paths: Paths) -> int:
         progress = Progress(job.journal, steps_per_epoch * config.train.epochs, steps_per_epoch)
         where = f"{config.dist.world_size} x {placement.device}, {placement.backend}, {placement.precision}"
         progress.say(f"training {config.model.name} on {manifest.name}: {where}, run {name}")
-        return carry_out(job, paths, progress, facts(config, placement, manifest, name, receipt.git_state()))
+        return carry_out(job, paths, lock, progress, facts(config, placement, manifest, name, receipt.git_state()))
 
 
-def carry_out(job: Job, paths: Paths, progress: Progress, proof: dict[str, Any]) -> int:
+def carry_out(job: Job, paths: Paths, lock: int, progress: Progress, proof: dict[str, Any]) -> int:
     """Start the ranks; when they are done, complete the receipt and publish."""
 
     def finish(journal: Journal, run_id: str | None) -> str:
         write_receipt(job, proof | {"mlflow_run_id": run_id})
         publish(job.run, paths)
-        journal_artifacts(journal, job, paths)
+        journal_artifacts(journal, job)
         best = receipt.best_epoch(receipt.epochs(job.journal))
         return f"best validation accuracy {best['validation_accuracy']:.4f} in epoch {best['epoch']}"
 
     name = f"{job.config.model.name} on {job.config.data.name} {proof['fingerprint'][:6]}"
-    return Work("train", job, paths).run("pipeline.training.rank", opening(job.config, paths, name), tags(proof), progress, finish)
+    return Work("train", job, paths, lock).run("pipeline.training.rank", opening(job.config, paths, name), tags(proof), progress, finish)
 
 
 def tags(proof: dict[str, Any]) -> dict[str, Any]:
@@ -134,13 +136,18 @@ def write_receipt(job: Job, proof: dict[str, Any]) -> None:
 
 def publish(run: Path, paths: Paths) -> None:
     """Put a finished run's outs in place."""
+    proof = json.loads((run / "receipt.json").read_text())
+    found = store.sha256(run / "model.safetensors")
+    if found != proof["model_sha256"]:
+        raise MachineError(
+            f"{run / 'model.safetensors'}: expected SHA-256 {proof['model_sha256']}, found {found}; remove {run} to train again"
+        )
     scratch = Path(tempfile.mkdtemp(dir=paths.root, prefix=".models-"))
     for name in ("model.safetensors", "receipt.json"):
         shutil.copyfile(run / name, scratch / name)
     scratch.chmod(0o755)
     shutil.rmtree(paths.models, ignore_errors=True)
     os.replace(scratch, paths.models)
-    proof = json.loads((run / "receipt.json").read_text())
     last = proof["epochs"][-1]
     metrics = {
         "best": {"epoch": proof["best"]["epoch"], "validation_accuracy": proof["best"]["validation_accuracy"]},
@@ -148,21 +155,21 @@ def publish(run: Path, paths: Paths) -> None:
         "steps": proof["steps"],
     }
     write_whole(paths.metrics / "train.json", (json.dumps(metrics, indent=2) + "\n").encode())
-    plots.curves(run / "journal.jsonl", paths.plots)
+    plots.curves(run / "journal.jsonl", run / "plots")
+    for path in (run / "plots").glob("curves.*"):
+        write_whole(paths.plots / path.name, path.read_bytes())
 
 
-def journal_artifacts(journal: Journal, job: Job, paths: Paths) -> None:
+def journal_artifacts(journal: Journal, job: Job) -> None:
     """Tell MLflow's mirror what to keep."""
     proof = json.loads((job.run / "receipt.json").read_text())
-    shutil.copyfile(paths.params, job.run / "params.yaml")
+    write_whole(job.run / "params.yaml", yaml.safe_dump(job.config.model_dump(), sort_keys=False).encode())
     journal.metrics(
         {"best/validation_accuracy": proof["best"]["validation_accuracy"], "best/epoch": proof["best"]["epoch"]}, proof["best"]["step"]
     )
     journal.event("tags", tags={"lockstep.weights_sha256": proof["weights_sha256"]})
-    for path in (job.run / "receipt.json", job.run / "params.yaml"):
-        journal.event("artifact", path=str(path), folder=None)
-    for path in sorted(job.checkpoints.glob("*.safetensors")):
-        journal.event("artifact", path=str(path), folder="checkpoints")
-    for path in sorted(paths.plots.glob("curves.*")):
-        journal.event("artifact", path=str(path), folder="plots")
+    for name in ("receipt.json", "params.yaml"):
+        journal.event("artifact", path=name, folder=None)
+    for path in [*sorted(job.checkpoints.glob("*.safetensors")), *sorted((job.run / "plots").glob("curves.*"))]:
+        journal.event("artifact", path=path.relative_to(job.run).as_posix(), folder=path.parent.name)
     journal.event("model", path="model.pt2", shape=store.read_manifest(job.prepared).shape)

@@ -104,7 +104,7 @@ def test_the_shipped_file_states_the_defaults() -> None:
 
 
 def identity(**changes) -> object:
-    return Config.model_validate(settings(**changes)).identity("a cpu", "fp32")
+    return Config.model_validate(settings(**changes)).identity("a cpu", "fp32", "gloo")
 
 
 def test_placement_is_outside_the_identity_and_everything_else_is_inside() -> None:
@@ -132,8 +132,8 @@ def test_placement_is_outside_the_identity_and_everything_else_is_inside() -> No
     assert all(identity(**change) == here for change in same)
     assert all(identity(**change) != here for change in other)
     config = Config.model_validate(settings())
-    assert config.identity("another cpu", "fp32") != here
-    assert config.identity("a cpu", "bf16") != here
+    assert config.identity("another cpu", "fp32", "gloo") != here
+    assert config.identity("a cpu", "bf16", "gloo") != here
 
 
 def test_native_reduction_has_its_placement_in_the_identity() -> None:

@@ -121,10 +121,9 @@ def test_a_killed_launcher_leaves_no_orphan_and_the_next_start_goes_on(unhurt: E
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.communicate(timeout=30)
-    _, alive = psutil.wait_procs(children, timeout=30)
-    assert not alive
-    assert [run.info.status for run in mlflow_runs(experiment)] == ["KILLED"]
+    # At once: its ranks are still saving, and its mirror is still sending.
     experiment.run("train")
+    assert not psutil.wait_procs(children, timeout=1)[1]
     assert weights(experiment) == weights(unhurt)
     assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
     same_figures(experiment, unhurt)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,18 +11,16 @@ from pipeline.data.augment import Augment
 from pipeline.data.order import Order
 
 
-@dataclass(frozen=True)
 class Pixels:
     """From uint8 to what a model takes, on its device."""
 
-    mean: list[float]
-    std: list[float]
-    device: torch.device
+    def __init__(self, mean: list[float], std: list[float], device: torch.device):
+        self.device = device
+        self._mean, self._std = (torch.tensor(values, device=device)[None, :, None, None] for values in (mean, std))
 
     def __call__(self, images: Tensor) -> Tensor:
-        mean, std = (torch.tensor(values, device=self.device)[None, :, None, None] for values in (self.mean, self.std))
         # Each step is one correctly rounded operation an element, so the batch's shape cannot change a bit.
-        scaled = images.to(self.device).float().div_(255).sub_(mean).div_(std)
+        scaled = images.to(self.device).float().div_(255).sub_(self._mean).div_(self._std)
         return scaled.contiguous(memory_format=torch.channels_last)
 
 

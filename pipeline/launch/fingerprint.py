@@ -29,5 +29,5 @@ def versions() -> dict[str, str]:
 
 def fingerprint(config: Config, placement: Placement, data_digest: str) -> str:
     """16 hexadecimal digits: the same for the same experiment on any placement."""
-    identity = config.identity(placement.device_kind, placement.precision)
+    identity = config.identity(placement.device_kind, placement.precision, placement.backend)
     return digest([identity, data_digest, versions(), source_digest()])[:16]

@@ -4,30 +4,57 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+import psutil
+
 from pipeline.config import MachineError
+
+# More than ranks are given to save and leave.
+PATIENCE_SECONDS = 90
 
 
 @contextmanager
-def held(path: Path) -> Generator[None]:
-    """Hold the lock, or say who does; the kernel lets go of it when its holder ends, however it ends."""
+def held(path: Path) -> Generator[int]:
+    """Hold the lock, or say who does; the kernel lets go of it when all who have its descriptor have ended, however they end.
+
+    torchrun is given the descriptor too: after a kill of the launcher its ranks are still saving, and the next start waits for them.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise MachineError(f"{path.parent}: this experiment is running already, {_holder(file)}; wait for it or stop it") from None
+        until = time.monotonic() + PATIENCE_SECONDS
+        while not _locked(file):
+            if time.monotonic() > until or _holder_lives(file):
+                raise MachineError(f"{path.parent}: this experiment is running already, {_holder(file)}; wait for it or stop it")
+            time.sleep(0.2)
         mine = {"host": socket.gethostname(), "pid": os.getpid(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
         os.truncate(file, 0)
         os.pwrite(file, json.dumps(mine).encode(), 0)
-        yield
+        yield file
     finally:
         os.close(file)
+
+
+def _locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder_lives(file: int) -> bool:
+    """Whether the launcher that took the lock is still there, as far as this machine can tell."""
+    try:
+        holder = json.loads(os.pread(file, 4096, 0))
+    except ValueError:
+        return True
+    return holder["host"] != socket.gethostname() or psutil.pid_exists(holder["pid"])
 
 
 def _holder(file: int) -> str:

@@ -9,7 +9,16 @@ from pathlib import Path
 
 # What oneDNN, MKL and ATen choose their kernels by: another choice rounds differently.
 INSTRUCTION_SETS = ("avx2", "avx512", "avx_vnni", "amx", "fma", "asimd", "sve", "bf16", "i8mm")
-OVERRIDES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
+OVERRIDES = (
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_CBWR",
+)
 # CUDA's compute capability from which on bf16 is native.
 AMPERE = 8
 
@@ -32,15 +41,19 @@ def look() -> Machine:
 
 
 def _cpu(info: Path) -> tuple[str, bool]:
-    """The kind of CPU: maker, second-level cache and instruction sets, and what the environment takes away from them."""
+    """The kind of CPU: maker, cache and instruction sets, and what the environment takes away from them."""
     text = info.read_text() if info.exists() else ""
     flags = set(" ".join(re.findall(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)[:1]).split())
     maker = re.findall(r"^(?:vendor_id|CPU implementer)\s*: (.*)$", text, re.MULTILINE)[:1]
     cache = re.findall(r"^cache size\s*: (.*)$", text, re.MULTILINE)[:1]
     sets = sorted(flag for flag in flags if flag.startswith(INSTRUCTION_SETS))
-    overrides = [f"{name}={os.environ[name]}" for name in OVERRIDES if name in os.environ]
+    overrides = _overrides()
     kind = " ".join([platform.machine(), *maker, *(one.replace(" ", "") for one in cache), *sets, *overrides])
     return kind, bool({"avx512_bf16", "amx_bf16", "bf16"} & flags) and not overrides
+
+
+def _overrides() -> list[str]:
+    return [f"{name}={os.environ[name]}" for name in OVERRIDES if name in os.environ]
 
 
 def _gpus() -> tuple[list[str], int]:
@@ -59,6 +72,7 @@ def _gpus() -> tuple[list[str], int]:
         cuda.cuDeviceGet(ctypes.byref(device), index)
         cuda.cuDeviceGetName(name, len(name), device)
         cuda.cuDeviceComputeCapability(ctypes.byref(major), ctypes.byref(minor), device)
-        names.append(name.value.decode())
+        # The first weights are drawn on the host.
+        names.append(" ".join([name.value.decode(), "on", platform.machine(), *_overrides()]))
         capabilities.append(major.value)
     return names, min(capabilities, default=0)

@@ -16,7 +16,10 @@ QUICK_TO_FAIL = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TI
 
 def tracking_uri(paths: Paths) -> str:
     """Where runs are recorded: what the environment says, else a database beside the params file."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{paths.home / 'mlflow.db'}"
+    named = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
+    local = named.removeprefix("sqlite:///")
+    # A relative path would be another database in every folder, such as those of DVC's temporary experiments.
+    return named if local == named else f"sqlite:///{paths.home / local}"
 
 
 def address(run: Path, paths: Paths) -> str:
@@ -54,14 +57,15 @@ class MirrorProcess:
             time.sleep(0.1)
         return None
 
-    def finish(self) -> str | None:
-        """Close the journal and wait for the mirror; what went wrong, or None."""
+    def finish(self, patience_seconds: float = PATIENCE_SECONDS) -> str | None:
+        """Close the journal and wait while the mirror gets on; what went wrong, or None."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        closed_at = time.monotonic()
+        state, since = read_state(self._run), time.monotonic()
         while self._process.poll() is None:
-            waited = time.monotonic() - closed_at
-            if waited > (DEAF_SECONDS if read_state(self._run).error else PATIENCE_SECONDS):
+            before, state = state, read_state(self._run)
+            since = time.monotonic() if state.offset != before.offset else since
+            if time.monotonic() - since > (DEAF_SECONDS if state.error else patience_seconds):
                 self._process.kill()
                 self._process.wait()
             time.sleep(0.05)

@@ -2,9 +2,10 @@
 
 import json
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from pipeline.config import MachineError
 from pipeline.files import write_whole
 from pipeline.launch.torchrun import Failure, Watch
 from pipeline.tracking import journal
@@ -57,6 +58,12 @@ def judge(watch: Watch, run: Path, checkpoint: str | None, command: str) -> Outc
     return ended("failed", LOST_PEER, f"{describe(failure)}; restarts are used up; logs: {run / 'logs'}", failure.rank)
 
 
+def unpublished(end: Outcome, error: OSError, command: str) -> Outcome:
+    """The ranks were done, and what they left could not be put in place."""
+    cause = f"{error.filename or 'publishing'}: {error.strerror or error}"
+    return replace(end, outcome="machine", exit_code=MachineError.exit_code, cause=cause, command=command)
+
+
 def describe(failure: Failure) -> str:
     """One failure in a few words."""
     how = f"was ended by {failure.signal}" if failure.signal else f"failed: {failure.cause or f'exit code {failure.exit_code}'}"
@@ -65,5 +72,7 @@ def describe(failure: Failure) -> str:
 
 def message(outcome: Outcome) -> str:
     """The one line for people: what, where, what to do."""
+    if outcome.outcome in ("configuration", "data", "machine"):
+        return outcome.cause
     kept = f" Kept: {outcome.checkpoint}." if outcome.checkpoint else ""
     return f"{outcome.cause}.{kept} To go on: {outcome.command}"

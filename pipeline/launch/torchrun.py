@@ -19,6 +19,8 @@ from typing import Any
 
 import psutil
 
+from pipeline.config import Dist
+
 MAX_RESTARTS = 3
 # What a rank may take to save and leave after a signal.
 GRACE_SECONDS = 60
@@ -51,12 +53,12 @@ class Watch:
     failures: list[Failure] = field(default_factory=list[Failure])
 
 
-def run(module: str, job: Path, world_size: int, threads: int, tell: Callable[[Failure], None], tick: Callable[[], None]) -> Watch:
+def run(module: str, job: Path, dist: Dist, lock: int, tell: Callable[[Failure], None], tick: Callable[[], None]) -> Watch:
     """Run a module on so many ranks; `tell` hears of every failure, `tick` is called while they work."""
     logs = job.parent / "logs" / time.strftime("%Y%m%d-%H%M%S")
     logs.mkdir(parents=True, exist_ok=True)
     watch = Watch()
-    process = _start(_command(module, job, world_size, logs), environment(threads))
+    process = _start(_command(module, job, dist.world_size, logs), environment(dist.threads_per_rank), lock)
     reader = threading.Thread(target=_read, args=(process, logs, watch, tell), daemon=True)
     with _Stopper(process, watch) as stopper:
         reader.start()
@@ -74,7 +76,7 @@ def run(module: str, job: Path, world_size: int, threads: int, tell: Callable[[F
     return watch
 
 
-def _start(command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
+def _start(command: list[str], variables: dict[str, str], lock: int) -> subprocess.Popen[str]:
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
     if prctl:
         # Orphans of torchrun become our children, so that we can wait for them.
@@ -86,6 +88,7 @@ def _start(command: list[str], variables: dict[str, str]) -> subprocess.Popen[st
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        pass_fds=(lock,),
         # A session of its own: Ctrl-C in a terminal reaches us alone, and we decide what becomes of it.
         start_new_session=True,
         preexec_fn=(lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM)) if prctl else None,
@@ -117,13 +120,20 @@ def environment(threads: int) -> dict[str, str]:
     }
 
 
+def _is_dvc(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and "dvc" in (Path(word).name for word in process.cmdline()[:3])
+    except psutil.Error:
+        # Gone, or a zombie.
+        return False
+
+
 class _Stopper:
     """The first signal asks the ranks to stop, the second ends everything at once."""
 
     def __init__(self, process: subprocess.Popen[str], watch: Watch):
         self._process, self._watch = process, watch
-        ancestors = psutil.Process().parents()
-        self._dvc = next((one for one in ancestors if "dvc" in (Path(word).name for word in one.cmdline()[:3])), None)
+        self._dvc = next((one for one in psutil.Process().parents() if _is_dvc(one)), None)
 
     def __enter__(self) -> "_Stopper":
         self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
@@ -149,7 +159,7 @@ class _Stopper:
 
     def if_orphaned(self) -> None:
         """DVC has gone and left us running: nobody would hear of the end, so stop and keep what there is."""
-        if self._watch.stopped_by is None and self._dvc is not None and not self._dvc.is_running():
+        if self._watch.stopped_by is None and self._dvc is not None and not _is_dvc(self._dvc):
             self.on_signal(signal.SIGTERM, None)
 
 

@@ -25,8 +25,8 @@ Publish = Callable[[Journal, str | None], str]
 class Work:
     """What every stage with ranks does around them."""
 
-    def __init__(self, stage: str, job: Job, paths: Paths):
-        self._stage, self._job, self._paths = stage, job, paths
+    def __init__(self, stage: str, job: Job, paths: Paths, lock: int):
+        self._stage, self._job, self._paths, self._lock = stage, job, paths, lock
         self.command = f"python -m pipeline {stage} --params {shlex.quote(str(paths.params))}"
 
     def run(self, module: str, opening: dict[str, Any], tags: dict[str, Any], progress: Progress, publish: Publish) -> int:
@@ -43,13 +43,19 @@ class Work:
         outcome.running(run, step, newest_checkpoint(run), self.command)
         mirror = MirrorProcess(run, self._paths)
         started_at = time.monotonic()
-        dist = job.config.dist
         with progress:
             tell = self._teller(progress)
-            watch = torchrun.run(module, file, dist.world_size, dist.threads_per_rank, tell, progress.tick)
+            watch = torchrun.run(module, file, job.config.dist, self._lock, tell, progress.tick)
         journal.event("left", stage=self._stage, elapsed_seconds=time.monotonic() - started_at)
         end = outcome.judge(watch, run, newest_checkpoint(run), self.command)
-        progress.say(publish(journal, mirror.run_id()) if end.exit_code == 0 else outcome.message(end))
+        said = outcome.message(end)
+        if end.exit_code == 0:
+            try:
+                said = publish(journal, mirror.run_id())
+            except OSError as error:
+                end = outcome.unpublished(end, error, self.command)
+                said = outcome.message(end)
+        progress.say(said)
         journal.event("ended", stage=self._stage, outcome=end.outcome, cause=end.cause)
         journal.close()
         end.write(run)

@@ -60,7 +60,7 @@ class OrderedSum:
         """Finish the tree on the own slice and start to collect the slices of all ranks."""
         under_way.work.wait()
         piece = under_way.piece
-        slices = iter(under_way.buffer.split(piece) if piece else ())
+        slices = iter(under_way.buffer.split(piece))
         tree: list[Node[Tensor]] = []
         for nodes in self._nodes:
             for start, size in nodes:

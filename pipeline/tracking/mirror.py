@@ -4,12 +4,15 @@ It ends when its standard input is closed, which happens too when the launcher i
 the run is marked KILLED. Metrics carry the journal's own times, so sending a line twice changes nothing.
 """
 
+import fcntl
 import json
 import logging
 import os
 import signal
 import sys
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +25,7 @@ log = logging.getLogger(__name__)
 
 BATCH = 900
 PAUSE_SECONDS = 3.0
-RUN_TAG = "lockstep.run"
+RUN_TAG, MODEL_TAG = "lockstep.run", "lockstep.model"
 STATUS = {"done": "FINISHED", "stopped": "KILLED"}
 
 
@@ -53,9 +56,11 @@ class Mirror:
         self._mlflow, self._metric, self._param, self._tag = mlflow, Metric, Param, RunTag
         self._client = mlflow.MlflowClient()
         self._run = run
-        self._state = read_state(run)
+        self._state = replace(read_state(run), error=None)
         self._tail = Tail(run / "journal.jsonl", self._state.offset)
         self._pending: list[Any] = []
+        with _opening(mlflow.get_tracking_uri()):
+            self._client.search_experiments(max_results=1)
 
     def catch_up(self) -> None:
         """Repeat all that is new in the journal."""
@@ -68,24 +73,23 @@ class Mirror:
             handler = getattr(self, f"_on_{line['kind']}", None)
             if handler is not None:
                 handler(line)
-            self._mark(error=None)
+            self._mark()
         self._flush()
-        self._mark(error=None)
+        self._mark()
 
-    def failed(self, error: Exception) -> None:
-        """Go back to what is certain to be in MLflow; say why."""
+    def failed(self) -> None:
+        """Go back to what is certain to be in MLflow."""
         self._pending.clear()
         self._tail.offset = self._state.offset
-        self._mark(error=" ".join(str(error).split())[:500] or type(error).__name__)
 
     def settle(self) -> None:
         """The journal will not grow: a run without an ending was killed."""
         if last(self._run / "journal.jsonl", "started", "ended").get("kind") == "started":
             self._client.set_terminated(self._state.run_id, "KILLED")
 
-    def _mark(self, error: str | None) -> None:
-        state = replace(self._state, offset=self._tail.offset, error=error)
-        if state != self._state:
+    def _mark(self) -> None:
+        state = replace(self._state, offset=self._tail.offset)
+        if state != read_state(self._run):
             self._state = state
             write_whole(self._run / "mirror.json", json.dumps(asdict(state)).encode())
 
@@ -130,6 +134,8 @@ class Mirror:
         import torch
         from mlflow.models import infer_signature
 
+        if self._client.get_run(self._state.run_id).data.tags.get(MODEL_TAG):
+            return
         program = torch.export.load(self._run / line["path"]).module()
         example = np.zeros((2, *line["shape"]), np.uint8)
         signature = infer_signature(example, program(torch.from_numpy(example)).detach().numpy())
@@ -137,30 +143,61 @@ class Mirror:
             self._mlflow.pytorch.log_model(
                 program, name="model", signature=signature, input_example=example, pip_requirements=[f"torch=={version('torch')}"]
             )
+        self._client.set_tag(self._state.run_id, MODEL_TAG, "model")
 
     def _on_ended(self, line: dict[str, Any]) -> None:
         self._on_tags({"tags": {"lockstep.outcome": line["outcome"]}})
         self._client.set_terminated(self._state.run_id, STATUS.get(line["outcome"], "FAILED"), line["at"])
 
 
+@contextmanager
+def _opening(uri: str) -> Generator[None]:
+    """One process at a time opens a local database: two that create or migrate it at once break it."""
+    if not uri.startswith("sqlite:///"):
+        yield
+        return
+    with locked(Path(uri.removeprefix("sqlite:///") + ".lock")):
+        yield
+
+
+@contextmanager
+def locked(path: Path) -> Generator[None]:
+    """Wait for a lock of the kernel's and hold it."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def follow(run: Path, closed: threading.Event) -> bool:
     """Mirror until nobody writes any more; whether MLflow then has all of it."""
     from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
 
-    mirror = Mirror(run)
+    note(run, None)
+    mirror: Mirror | None = None
     while True:
         ending = closed.is_set()
         try:
+            mirror = mirror or Mirror(run)
             mirror.catch_up()
             if ending:
                 mirror.settle()
                 return True
-        except (MlflowException, OSError) as error:
+        except (MlflowException, SQLAlchemyError, OSError) as error:
             log.warning("%s", error)
-            mirror.failed(error)
+            note(run, " ".join(str(error).split())[:300] or type(error).__name__)
+            if mirror is not None:
+                mirror.failed()
             if ending:
                 return False
         closed.wait(PAUSE_SECONDS)
+
+
+def note(run: Path, error: str | None) -> None:
+    """Say what goes wrong, or that nothing does so far."""
+    state = read_state(run)
+    if state.error != error:
+        write_whole(run / "mirror.json", json.dumps(asdict(replace(state, error=error))).encode())
 
 
 def main() -> int:
@@ -172,7 +209,10 @@ def main() -> int:
     os.nice(19)
     closed = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), closed.set()), daemon=True).start()
-    return 0 if follow(Path(sys.argv[1]), closed) else 1
+    run = Path(sys.argv[1])
+    # The mirror of an earlier start may still be sending.
+    with locked(run / "mirror.lock"):
+        return 0 if follow(run, closed) else 1
 
 
 if __name__ == "__main__":

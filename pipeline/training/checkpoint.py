@@ -107,7 +107,7 @@ class Checkpoints:
     def _newest(self) -> bytes:
         entries = self._index()["checkpoints"]
         for entry in reversed(entries):
-            content = _checked(self._folder, entry)
+            content = checked(self._folder, entry)
             if content is not None:
                 return content
         if entries:
@@ -127,13 +127,13 @@ def read_index(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {"checkpoints": []}
 
 
-def _checked(folder: Path, entry: dict[str, Any]) -> bytes | None:
+def checked(folder: Path, entry: dict[str, Any]) -> bytes | None:
     """A listed file's content, or None with a warning where it is not what was written."""
     path = folder / entry["file"]
     content = path.read_bytes() if path.exists() else b""
     if hashlib.sha256(content).hexdigest() == entry["sha256"]:
         return content
-    log.warning("%s is damaged (%d bytes); the checkpoint before it is taken", path, len(content))
+    log.warning("%s is damaged (%d bytes)", path, len(content))
     return None
 
 

@@ -4,10 +4,11 @@ import torch
 from safetensors.torch import load
 from torch import Tensor, nn
 
+from pipeline.config import MachineError
 from pipeline.data import store
 from pipeline.files import write_whole
 from pipeline.job import Job
-from pipeline.training.checkpoint import read_index
+from pipeline.training.checkpoint import checked, read_index
 
 EXAMPLE_IMAGES = 2
 
@@ -31,7 +32,10 @@ class Classifier(nn.Module):
 
 def export(job: Job, model: nn.Module) -> None:
     """Write `model.safetensors` and `model.pt2` into the run's folder; the model is given its best weights."""
-    content = (job.checkpoints / read_index(job.checkpoints)["best"]["file"]).read_bytes()
+    best = read_index(job.checkpoints)["best"]
+    content = checked(job.checkpoints, best)
+    if content is None:
+        raise MachineError(f"{job.checkpoints / best['file']}: is damaged and there is no other; remove {job.run} to train again")
     # In plain memory order: a tensor in another one is stored as a slice of itself.
     model.to(device="cpu", memory_format=torch.contiguous_format).load_state_dict(load(content))  # pyright: ignore[reportCallIssue]
     manifest = store.read_manifest(job.prepared)

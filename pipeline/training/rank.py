@@ -51,10 +51,9 @@ def joined(job: Job) -> Generator[Ranks]:
     """This process as a rank: bits fixed, group joined, and left again."""
     fix_bits(job)
     group = ranks.join(job.device, job.backend, ranks.torchrun_store(TIMEOUT_SECONDS), TIMEOUT_SECONDS)
-    try:
-        yield group
-    finally:
-        ranks.leave()
+    yield group
+    # Not after an error: a peer may wait for this rank in a collective, and leaving would wait for the peer.
+    ranks.leave()
 
 
 def fix_bits(job: Job) -> None:
@@ -134,7 +133,7 @@ def run_as_rank(main: Callable[[Job], None]) -> None:
     try:
         record(main)(job)
     except (ConfigError, DataError, MachineError, loop.Diverged) as error:
-        # Said by `record` already; a peer may wait for this rank in a collective, so it leaves without the group.
+        # `record` has written it down for the launcher.
         os._exit(error.exit_code)
 
 

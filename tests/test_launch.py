@@ -1,0 +1,102 @@
+"""Placement, fingerprint and lock: decided from what is asked for and what is here."""
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import Config, MachineError
+from pipeline.launch import fingerprint as fingerprints
+from pipeline.launch.fingerprint import fingerprint
+from pipeline.launch.lock import held
+from pipeline.launch.machine import Machine
+from pipeline.launch.placement import place
+from tests.conftest import settings
+
+NO_GPU = Machine([], 0, "a cpu", True)
+OLD_CPU = Machine([], 0, "an old cpu", False)
+TWO_GPUS = Machine(["H200", "H200"], 9, "a cpu", True)
+ONE_GPU = Machine(["H200"], 9, "a cpu", True)
+OLD_GPUS = Machine(["V100", "V100"], 7, "a cpu", True)
+
+
+def config(**changes) -> Config:
+    return Config.model_validate(settings(**({"train__precision": "auto"} | changes)))
+
+
+@pytest.mark.parametrize(
+    ("machine", "changes", "expected"),
+    [
+        (NO_GPU, {}, ("cpu", "gloo", "bf16")),
+        (OLD_CPU, {}, ("cpu", "gloo", "fp32")),
+        (OLD_CPU, {"train__precision": "bf16"}, ("cpu", "gloo", "bf16")),
+        (TWO_GPUS, {}, ("cuda", "nccl", "bf16")),
+        (TWO_GPUS, {"dist__backend": "gloo"}, ("cuda", "gloo", "bf16")),
+        (ONE_GPU, {}, ("cuda", "gloo", "bf16")),
+        (OLD_GPUS, {}, ("cuda", "nccl", "fp32")),
+    ],
+)
+def test_auto_is_what_the_machine_can_do(machine: Machine, changes, expected: tuple[str, str, str]) -> None:
+    placed = place(config(**changes), machine)
+    assert (placed.device, placed.backend, placed.precision) == expected
+
+
+@pytest.mark.parametrize(
+    ("machine", "part"),
+    [
+        (NO_GPU, r"needs GPUs.*set backend: gloo"),
+        (ONE_GPU, r"2 ranks, 1 GPUs.*set world_size: 1"),
+        (Machine(["A100", "H200"], 8, "a cpu", True), "several kinds"),
+    ],
+)
+def test_what_cannot_be_names_the_setting_that_works(machine: Machine, part: str) -> None:
+    with pytest.raises(MachineError, match=part):
+        place(config(dist__backend="nccl"), machine)
+
+
+def name(machine: Machine = NO_GPU, digest: str = "d", **changes) -> str:
+    return fingerprint(config(**changes), place(config(**changes), machine), digest)
+
+
+def test_the_fingerprint_follows_from_identity_data_and_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    here = name()
+    assert name(dist__world_size=4, dist__batch_size_per_gpu=24) == here
+    assert len({here, name(seed=2), name(OLD_CPU), name(TWO_GPUS), name(digest="e"), name(train__precision="fp32")}) == 6
+    assert name(train__precision="bf16") == here
+    native = {"dist__reduction": "native", "dist__lanes": None}
+    assert name(ONE_GPU, **native) != name(TWO_GPUS, **native)
+    assert name(ONE_GPU) == name(TWO_GPUS)
+    copy = tmp_path / "pipeline"
+    shutil.copytree(fingerprints.PACKAGE, copy)
+    monkeypatch.setattr(fingerprints, "PACKAGE", copy)
+    assert name() == here
+    (copy / "tracking" / "journal.py").write_text("what only records")
+    assert name() == here
+    (copy / "training" / "loop.py").write_text("what a rank computes")
+    assert name() != here
+
+
+def test_a_lock_that_a_living_process_holds_is_refused_at_once(tmp_path: Path) -> None:
+    with held(tmp_path / "lock"):
+        started_at = time.monotonic()
+        with pytest.raises(MachineError, match=rf"running already, on .* as process {os.getpid()} since"), held(tmp_path / "lock"):
+            pass
+        assert time.monotonic() - started_at < 1
+
+
+def test_a_lock_whose_launcher_is_dead_is_waited_for(tmp_path: Path) -> None:
+    """As after a kill -9: the descriptor is still held by what the launcher started."""
+    path = tmp_path / "lock"
+    path.write_text(json.dumps({"host": os.uname().nodename, "pid": 4194304, "since": "then"}))
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        process = subprocess.Popen(["sleep", "1.5"], pass_fds=(file.fileno(),))
+    started_at = time.monotonic()
+    with held(path):
+        assert time.monotonic() - started_at > 1
+    process.wait()
