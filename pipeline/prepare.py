@@ -22,7 +22,7 @@ def run(config: Config, paths: Paths) -> int:
     splits = {"train": train, "validation": validation, "test": raw.test}
     if config.data.image_size is not None:
         splits = {name: Split(resize(split.images, config.data.image_size), split.labels) for name, split in splits.items()}
-    manifest = store.write(paths.prepared, config.data.name, splits, raw.class_names)
+    manifest = store.write(paths.prepared, store.made_for(config), splits, raw.class_names)
     counts = ", ".join(f"{count} {name}" for name, count in manifest.counts.items())
     log.info(
         "prepared %s: %s images of %s in %d classes", config.data.name, counts, "x".join(map(str, manifest.shape)), manifest.num_classes

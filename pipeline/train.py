@@ -20,7 +20,7 @@ from pipeline.launch.fingerprint import fingerprint, versions
 from pipeline.launch.lock import held
 from pipeline.launch.placement import Placement, place
 from pipeline.launch.progress import Progress
-from pipeline.launch.work import Work, opening
+from pipeline.launch.work import Work, newest_checkpoint, opening
 from pipeline.report import plots
 from pipeline.tracking import journal as journals
 from pipeline.tracking import receipt
@@ -34,6 +34,7 @@ def run(config: Config, paths: Paths) -> int:
     """Train, or recognise that it is done; returns the exit code."""
     placement = place(config, machine.look())
     manifest = store.read_manifest(paths.prepared)
+    store.check_made_for(paths.prepared, manifest, config)
     steps_per_epoch = manifest.counts["train"] // config.dist.global_batch
     if steps_per_epoch == 0:
         counted = f"{manifest.counts['train']} training images do not fill a global batch of {config.dist.global_batch}"
@@ -56,7 +57,8 @@ def run(config: Config, paths: Paths) -> int:
         store.verify(paths.prepared, manifest, ("train", "validation"))
         progress = Progress(job.journal, steps_per_epoch * config.train.epochs, steps_per_epoch)
         where = f"{config.dist.world_size} x {placement.device}, {placement.backend}, {placement.precision}"
-        progress.say(f"training {config.model.name} on {manifest.name}: {where}, run {name}")
+        kept = newest_checkpoint(job.run)
+        progress.say(f"training {config.model.name} on {manifest.name}: {where}, run {name}" + (f", going on from {kept}" if kept else ""))
         return carry_out(job, paths, lock, progress, facts(config, placement, manifest, name, receipt.git_state()))
 
 

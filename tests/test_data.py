@@ -44,6 +44,18 @@ def test_mean_and_deviation_are_those_of_the_training_pixels(tmp_path: Path) -> 
     assert manifest.std == pytest.approx([pixels.std()])
 
 
+def test_data_that_were_made_for_other_settings_are_refused(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    manifest = store.read_manifest(job.prepared)
+    store.check_made_for(job.prepared, manifest, job.config)
+    for change, part in (
+        (("data", {"name": "synthetic:1300"}), "data.name: synthetic:1200, now it is synthetic:1300"),
+        (("seed", 2), "seed: 1, now it is 2"),
+    ):
+        with pytest.raises(DataError, match=part):
+            store.check_made_for(job.prepared, manifest, Config.model_validate(settings(**dict([change]))))
+
+
 def test_one_flipped_bit_or_a_missing_file_is_found(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     manifest = store.read_manifest(job.prepared)
@@ -63,7 +75,7 @@ def test_one_flipped_bit_or_a_missing_file_is_found(tmp_path: Path) -> None:
 def test_a_label_out_of_range_is_named(tmp_path: Path) -> None:
     split = Split(np.zeros((3, 1, 4, 4), np.uint8), np.array([0, 1, 7]))
     with pytest.raises(DataError, match="image 2 has label 7; there are 2 classes"):
-        store.write(tmp_path / "prepared", "made", {"train": split}, ["a", "b"])
+        store.write(tmp_path / "prepared", {"data.name": "made"}, {"train": split}, ["a", "b"])
     assert list(tmp_path.iterdir()) == []
 
 

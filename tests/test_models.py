@@ -43,6 +43,11 @@ def test_images_too_small_for_a_model_are_a_clear_error() -> None:
         models.build("lenet", 1, 8, 10)
 
 
+def test_a_torchvision_model_that_needs_larger_images_is_a_clear_error() -> None:
+    with pytest.raises(ConfigError, match=r"model\.name: vgg11 cannot take images of 28 pixels .*; set data\.image_size"):
+        models.build("torchvision:vgg11", 1, 28, 10)
+
+
 def test_names_of_torchvision_are_those_that_it_registers() -> None:
     """They are read from its source without importing it."""
     import torchvision

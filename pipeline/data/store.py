@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pipeline.config import DataError, digest
+from pipeline.config import Config, DataError, digest
 from pipeline.data import Split
 
 MANIFEST = "manifest.json"
@@ -23,6 +23,8 @@ class Manifest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
+    # The settings that prepare made it from.
+    made_for: dict[str, str | int | float | None]
     class_names: list[str]
     shape: tuple[int, int, int]
     counts: dict[str, int]
@@ -40,8 +42,9 @@ class Manifest(BaseModel):
         return digest(self.model_dump(mode="json"))
 
 
-def write(folder: Path, name: str, splits: dict[str, Split], class_names: list[str]) -> Manifest:
+def write(folder: Path, made_for: dict[str, str | int | float | None], splits: dict[str, Split], class_names: list[str]) -> Manifest:
     """Check the splits, pack them and put the folder in place whole."""
+    name = str(made_for["data.name"])
     for split_name, split in splits.items():
         _check(f"{name}, {split_name}", split, class_names)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +62,9 @@ def write(folder: Path, name: str, splits: dict[str, Split], class_names: list[s
         mean, std = _mean_and_std(splits["train"].images)
         counts = {split_name: len(split.labels) for split_name, split in splits.items()}
         shape = splits["train"].images.shape[1:]
-        manifest = Manifest(name=name, class_names=class_names, shape=shape, counts=counts, mean=mean, std=std, sha256=sha256s)
+        manifest = Manifest(
+            name=name, made_for=made_for, class_names=class_names, shape=shape, counts=counts, mean=mean, std=std, sha256=sha256s
+        )
         (scratch / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
         scratch.chmod(0o755)
         shutil.rmtree(folder, ignore_errors=True)
@@ -98,6 +103,21 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(f"{path}: no such file; run: python -m pipeline prepare") from None
     except ValidationError as error:
         raise DataError(f"{path}: is damaged ({error.error_count()} errors); run: python -m pipeline prepare") from None
+
+
+def made_for(config: Config) -> dict[str, str | int | float | None]:
+    """What of a configuration decides what prepare writes."""
+    values = config.data.model_dump(include={"name", "validation_share", "image_size"})
+    return {"seed": config.seed} | {f"data.{key}": value for key, value in values.items()}
+
+
+def check_made_for(folder: Path, manifest: Manifest, config: Config) -> None:
+    """DataError where the folder was prepared from other settings."""
+    for key, value in made_for(config).items():
+        if manifest.made_for.get(key) != value:
+            raise DataError(
+                f"{folder}: was made for {key}: {manifest.made_for.get(key)}, now it is {value}; run: python -m pipeline prepare"
+            )
 
 
 def verify(folder: Path, manifest: Manifest, splits: tuple[str, ...]) -> None:

@@ -47,6 +47,8 @@ def judge(watch: Watch, run: Path, checkpoint: str | None, command: str) -> Outc
         return Outcome("done", 0, "", None, step, checkpoint, "")
     if watch.stopped_at_once:
         return ended("stopped", INTERRUPTED if watch.stopped_by == signal.SIGINT else TERMINATED, "stopped at once by a second signal")
+    if end["kind"] == "stopped" and watch.stopped_by is None and watch.exit_code < 0:
+        return ended("stopped", STOPPED, f"torchrun was ended by {signal.Signals(-watch.exit_code).name}; its ranks saved at step {step}")
     if end["kind"] == "stopped" or watch.stopped_by is not None:
         return ended("stopped", STOPPED, f"stopped on request at step {step}")
     if not watch.failures:

@@ -120,6 +120,11 @@ def environment(threads: int) -> dict[str, str]:
     }
 
 
+def dvc_above() -> psutil.Process | None:
+    """The DVC that started this process, if one did."""
+    return next((one for one in psutil.Process().parents() if _is_dvc(one)), None)
+
+
 def _is_dvc(process: psutil.Process) -> bool:
     try:
         return process.is_running() and "dvc" in (Path(word).name for word in process.cmdline()[:3])
@@ -133,7 +138,7 @@ class _Stopper:
 
     def __init__(self, process: subprocess.Popen[str], watch: Watch):
         self._process, self._watch = process, watch
-        self._dvc = next((one for one in psutil.Process().parents() if _is_dvc(one)), None)
+        self._dvc = dvc_above()
 
     def __enter__(self) -> "_Stopper":
         self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}

@@ -27,7 +27,8 @@ class Work:
 
     def __init__(self, stage: str, job: Job, paths: Paths, lock: int):
         self._stage, self._job, self._paths, self._lock = stage, job, paths, lock
-        self.command = f"python -m pipeline {stage} --params {shlex.quote(str(paths.params))}"
+        by_hand = f"python -m pipeline {stage} --params {shlex.quote(str(paths.params))}"
+        self.command = "dvc repro" if torchrun.dvc_above() else by_hand
 
     def run(self, module: str, opening: dict[str, Any], tags: dict[str, Any], progress: Progress, publish: Publish) -> int:
         """Start the ranks and see them to their end; `publish`, given MLflow's run id, says in a line what came of it."""

@@ -34,7 +34,7 @@ def build(name: str, channels: int, side: int, num_classes: int) -> "nn.Module":
     if name.startswith(TORCHVISION):
         from pipeline.models import zoo
 
-        return zoo.build(name.removeprefix(TORCHVISION), channels, num_classes)
+        return zoo.build(name.removeprefix(TORCHVISION), channels, side, num_classes)
     model: nn.Module = importlib.import_module(CATALOGUE[name]).build(channels, side, num_classes)
     return model
 
