@@ -55,6 +55,7 @@ def terminate_after(journal: Path, step: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_weights_have_the_same_bits_on_any_ranks_and_through_stops(tmp_path: Path, run_ranks) -> None:
     expected: dict[str, str] = {}
     compared = 0
