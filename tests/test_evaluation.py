@@ -80,6 +80,8 @@ def test_train_and_evaluate_make_one_run_that_tells_all(experiment: Experiment) 
     }
     assert {"receipt.json", "params.yaml", "eval.json", "plots/curves.png", "plots/confusion.csv"} <= names
     assert any(name.startswith("checkpoints/step-") for name in names)
+    # All of it lies in the run's folder, where no other experiment writes.
+    assert not any(Path(line["path"]).is_absolute() for line in experiment.journal("artifact"))
     check_model(run, store.open_split(experiment.folder / "data/prepared", "test"), found[0]["correct"])
     assert load_file(experiment.folder / "models/model.safetensors")["fc.weight"].shape == (10, 512)
 

@@ -59,11 +59,11 @@ def test_a_tail_gives_every_line_once(tmp_path: Path) -> None:
     assert tail.offset == path.stat().st_size
 
 
-def make_journal(run: Path, *events: tuple[str, dict]) -> None:
+def make_journal(run: Path, *events: tuple[str, dict], identity: str = "0123456789abcdef") -> None:
     journal = Journal(run / "journal.jsonl")
     first = {"experiment": "tests", "artifacts": (run / "artifacts").as_uri(), "name": "a run", "params": {"seed": 1}, "tags": {}}
     if not last(run / "journal.jsonl", "run"):
-        journal.event("run", id="0123456789abcdef", **first)
+        journal.event("run", id=identity, **first)
     for kind, fields in events:
         if kind == "metrics":
             journal.metrics(fields["values"], fields["step"])
@@ -106,6 +106,27 @@ def test_what_was_sent_before_is_in_mlflow_once(tmp_path: Path) -> None:
     assert [one.timestamp for one in history] == [line["at"] for line in read(tmp_path / "journal.jsonl") if line["kind"] == "metrics"]
     assert run.info.status == "FINISHED"
     assert run.info.run_id == read_state(tmp_path).run_id
+
+
+@pytest.mark.slow
+def test_mirrors_that_start_at_once_on_a_new_database_do_not_break_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pipeline.tracking.mirror"]
+    uri = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}"}
+    processes = []
+    for number in range(3):
+        folder = tmp_path / str(number // 2)
+        if number != 1:
+            folder.mkdir()
+            make_journal(folder, STARTED, metric(1), ENDED, identity=f"run {number}")
+        process = subprocess.Popen(
+            [*command, str(folder)], cwd=ROOT, env=os.environ | uri, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        processes.append(process)
+    for process in processes:
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said.decode()
+    # Two of the three mirrored the same run.
+    assert sorted(run.data.tags["lockstep.run"] for run in runs(tmp_path)) == ["run 0", "run 2"]
 
 
 @pytest.mark.slow

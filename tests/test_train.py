@@ -129,6 +129,23 @@ def test_a_killed_launcher_leaves_no_orphan_and_the_next_start_goes_on(unhurt: E
     same_figures(experiment, unhurt)
 
 
+def test_a_launcher_killed_while_it_publishes_leaves_nothing_out_for_good(unhurt: Experiment, experiment: Experiment) -> None:
+    experiment.set(**LONGER).run("prepare")
+    process = experiment.start("train")
+    while not list((experiment.folder / "runs").glob("*/receipt.json")):
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.kill()
+    process.communicate(timeout=30)
+    assert "finished already" not in experiment.run("train")
+    same_figures(experiment, unhurt)
+    (run,) = mlflow_runs(experiment)
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["lockstep.weights_sha256"] == weights(experiment)
+    assert "best/validation_accuracy" in run.data.metrics
+    assert "finished already" in experiment.run("train")
+
+
 def test_a_second_signal_ends_it_at_once(experiment: Experiment) -> None:
     experiment.set(**LONGER).run("prepare")
     process = experiment.start("train")

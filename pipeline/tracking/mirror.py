@@ -54,13 +54,12 @@ class Mirror:
         from mlflow.entities import Metric, Param, RunTag
 
         self._mlflow, self._metric, self._param, self._tag = mlflow, Metric, Param, RunTag
-        self._client = mlflow.MlflowClient()
         self._run = run
         self._state = replace(read_state(run), error=None)
         self._tail = Tail(run / "journal.jsonl", self._state.offset)
         self._pending: list[Any] = []
         with _opening(mlflow.get_tracking_uri()):
-            self._client.search_experiments(max_results=1)
+            self._client = mlflow.MlflowClient()
 
     def catch_up(self) -> None:
         """Repeat all that is new in the journal."""
