@@ -63,6 +63,11 @@ def settings(**changes: Any) -> dict[str, Any]:
     return values
 
 
+def clean_environment() -> dict[str, str]:
+    """This environment without what would send an experiment's run elsewhere; `mlflow.set_tracking_uri` in a test sets such a thing."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "DVC_"))}
+
+
 @dataclass
 class Experiment:
     """A params file in a folder of its own, and the commands on it."""
@@ -86,7 +91,7 @@ class Experiment:
         return subprocess.Popen(
             [sys.executable, "-m", "pipeline", command, "--params", str(self.params)],
             cwd=ROOT,
-            env=os.environ | environment,
+            env=clean_environment() | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -107,8 +112,7 @@ class Experiment:
 
 
 @pytest.fixture
-def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Experiment:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+def experiment(tmp_path: Path) -> Experiment:
     return Experiment(tmp_path).set()
 
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from pipeline.tracking.journal import last
-from tests.conftest import ROOT
+from tests.conftest import ROOT, clean_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -45,10 +45,15 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def environment_of(folder: Path) -> dict[str, str]:
+    environment = {name: value for name, value in clean_environment().items() if not name.startswith("PYTHON")}
+    return environment | {"PATH": f"{folder / '.venv' / 'bin'}:{environment['PATH']}"}
+
+
 def run(folder: Path, command: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "PYTHON", "DVC_"))}
-    environment["PATH"] = f"{folder / '.venv' / 'bin'}:{environment['PATH']}"
-    done = subprocess.run(command, shell=True, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        command, shell=True, cwd=folder, env=environment_of(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout}"
     return done.stdout
 
@@ -128,7 +133,7 @@ def test_when_dvc_is_killed_training_stops_resumable_and_leaves_no_orphan(number
     changed = clone / "params.yaml"
     before = changed.read_text()
     changed.write_text(before.replace("epochs: 2", f"epochs: {60 + number}"))
-    process = subprocess.Popen(["dvc", "repro"], cwd=clone, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(["dvc", "repro"], cwd=clone, env=environment_of(clone), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         journal = wait_for_training(clone)
         children = psutil.Process(process.pid).children(recursive=True)
