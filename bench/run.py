@@ -1,6 +1,7 @@
 """What a step, a training, a start and a no-op cost, and against whom: `make bench`, or `python bench/run.py steps|product|start`."""
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -114,6 +115,7 @@ def start() -> None:
             subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
             seconds.append(time.monotonic() - started_at)
         show(name, seconds, " s")
+    show("dvc repro with nothing to do", no_op(), " s")
     first_steps, peaks = [], []
     for seed in range(3):
         with tempfile.TemporaryDirectory() as scratch:
@@ -125,6 +127,24 @@ def start() -> None:
             peaks.append(peak / 2**20)
     show("train to the first log line", first_steps, " s")
     show("peak memory of a rank", peaks, " MiB")
+
+
+def no_op() -> list[float]:
+    """Seconds of a `dvc repro` that finds everything up to date, in a clone with small data."""
+    with tempfile.TemporaryDirectory() as scratch:
+        clone, bin_folder = Path(scratch) / "clone", Path(sys.executable).parent
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+        params = clone / "params.yaml"
+        params.write_text(params.read_text().replace("name: fashion-mnist", "name: synthetic:1200").replace("epochs: 10", "epochs: 1"))
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MLFLOW_"))}
+        variables["PATH"] = f"{bin_folder}:{variables['PATH']}"
+        seconds = []
+        for _ in range(1 + PAIRS):
+            started_at = time.monotonic()
+            subprocess.run([str(bin_folder / "dvc"), "repro"], cwd=clone, env=variables, check=True, capture_output=True)
+            seconds.append(time.monotonic() - started_at)
+        # The first one did the work.
+        return seconds[1:]
 
 
 def watch(params: Path) -> tuple[float, int]:

@@ -1,6 +1,10 @@
 """Where the files of an experiment are, and how one is written so that nobody sees half of it."""
 
 import os
+import shutil
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +21,20 @@ def write_whole(path: Path, content: bytes) -> None:
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Generator[Path]:
+    """A folder to fill, which takes the place of `path` when all of it is there, and else leaves nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
+    try:
+        yield scratch
+        scratch.chmod(0o755)
+        shutil.rmtree(path, ignore_errors=True)
+        os.replace(scratch, path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import yaml
 
 from pipeline.config import Config, ConfigError, MachineError
 from pipeline.data import store
-from pipeline.files import Paths, write_whole
+from pipeline.files import Paths, whole_folder, write_whole
 from pipeline.job import Job
 from pipeline.launch import machine
 from pipeline.launch.fingerprint import fingerprint, versions
@@ -144,12 +143,9 @@ def publish(run: Path, paths: Paths) -> None:
         raise MachineError(
             f"{run / 'model.safetensors'}: expected SHA-256 {proof['model_sha256']}, found {found}; remove {run} to train again"
         )
-    scratch = Path(tempfile.mkdtemp(dir=paths.root, prefix=".models-"))
-    for name in ("model.safetensors", "receipt.json"):
-        shutil.copyfile(run / name, scratch / name)
-    scratch.chmod(0o755)
-    shutil.rmtree(paths.models, ignore_errors=True)
-    os.replace(scratch, paths.models)
+    with whole_folder(paths.models) as scratch:
+        for name in ("model.safetensors", "receipt.json"):
+            shutil.copyfile(run / name, scratch / name)
     last = proof["epochs"][-1]
     metrics = {
         "best": {"epoch": proof["best"]["epoch"], "validation_accuracy": proof["best"]["validation_accuracy"]},

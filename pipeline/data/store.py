@@ -2,8 +2,6 @@
 
 import hashlib
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.config import Config, DataError, digest
 from pipeline.data import Split
+from pipeline.files import whole_folder
 
 MANIFEST = "manifest.json"
 
@@ -47,9 +46,7 @@ def write(folder: Path, made_for: dict[str, str | int | float | None], splits: d
     name = str(made_for["data.name"])
     for split_name, split in splits.items():
         _check(f"{name}, {split_name}", split, class_names)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-    try:
+    with whole_folder(folder) as scratch:
         sha256s: dict[str, str] = {}
         for split_name, split in splits.items():
             for kind, array in split._asdict().items():
@@ -66,11 +63,6 @@ def write(folder: Path, made_for: dict[str, str | int | float | None], splits: d
             name=name, made_for=made_for, class_names=class_names, shape=shape, counts=counts, mean=mean, std=std, sha256=sha256s
         )
         (scratch / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
-        scratch.chmod(0o755)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(scratch, folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return manifest
 
 

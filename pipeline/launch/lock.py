@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 import socket
 import time
@@ -13,6 +14,8 @@ from pathlib import Path
 import psutil
 
 from pipeline.config import MachineError
+
+log = logging.getLogger(__name__)
 
 # More than ranks are given to save and leave.
 PATIENCE_SECONDS = 90
@@ -27,10 +30,13 @@ def held(path: Path) -> Generator[int]:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        until = time.monotonic() + PATIENCE_SECONDS
+        until, waiting = time.monotonic() + PATIENCE_SECONDS, False
         while not _locked(file):
             if time.monotonic() > until or _holder_lives(file):
                 raise MachineError(f"{path.parent}: this experiment is running already, {_holder(file)}; wait for it or stop it")
+            if not waiting:
+                log.info("%s: an earlier start was killed and its ranks are still saving; waiting for them", path.parent)
+            waiting = True
             time.sleep(0.2)
         mine = {"host": socket.gethostname(), "pid": os.getpid(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
         os.truncate(file, 0)

@@ -60,9 +60,9 @@ def judge(watch: Watch, run: Path, checkpoint: str | None, command: str) -> Outc
     return ended("failed", LOST_PEER, f"{describe(failure)}; restarts are used up; logs: {run / 'logs'}", failure.rank)
 
 
-def unpublished(end: Outcome, error: OSError, command: str) -> Outcome:
+def unpublished(end: Outcome, error: OSError | MachineError, command: str) -> Outcome:
     """The ranks were done, and what they left could not be put in place."""
-    cause = f"{error.filename or 'publishing'}: {error.strerror or error}"
+    cause = f"{error.filename or 'publishing'}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
     return replace(end, outcome="machine", exit_code=MachineError.exit_code, cause=cause, command=command)
 
 

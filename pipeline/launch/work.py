@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config
+from pipeline.config import Config, MachineError
 from pipeline.files import Paths, write_whole
 from pipeline.job import Job
 from pipeline.launch import outcome, torchrun
@@ -53,7 +53,7 @@ class Work:
         if end.exit_code == 0:
             try:
                 said = publish(journal, mirror.run_id())
-            except OSError as error:
+            except (OSError, MachineError) as error:
                 end = outcome.unpublished(end, error, self.command)
                 said = outcome.message(end)
         progress.say(said)
