@@ -10,13 +10,13 @@ export PATH := $(BIN):$(PATH)
 help: ## print this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
 
-setup: $(READY) ## install what requirements.lock names into .venv
+setup: $(READY) ## install what requirements-dev.lock names into .venv
 
-$(READY): requirements.lock
+$(READY): requirements-dev.lock
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 14) or sys.exit("Lockstep needs Python 3.11, 3.12 or 3.13, this is %d.%d; name another with: make PYTHON=python3.11" % v)'
 	@echo "installing into .venv (6 GB with CUDA; a few minutes)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	@$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.lock
 	@touch $@
 
 repro: $(READY) ## set up, then prepare, train and evaluate
@@ -32,9 +32,12 @@ lint: $(READY) ## ruff, pyright, and shellcheck where installed
 	@ruff check . && ruff format --check . && pyright
 	@if command -v shellcheck >/dev/null; then shellcheck .ci/run; else echo "shellcheck is not installed: skipped"; fi
 
-lock: $(READY) ## make requirements.lock anew from pyproject.toml
-	@uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
-		--no-annotate --custom-compile-command "make lock" --quiet --output-file requirements.lock
+LOCK := uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
+	--custom-compile-command "make lock" --quiet
+
+lock: $(READY) ## make requirements-dev.lock, and requirements.lock without the tools, anew from pyproject.toml
+	@$(LOCK) --extra dev --output-file requirements-dev.lock
+	@$(LOCK) --constraint requirements-dev.lock --output-file requirements.lock
 
 golden: $(READY) ## write the golden losses of this kind of machine
 	@python -m pytest tests/test_golden.py --write-golden

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench.silent import mean_speed  # noqa: E402
 from pipeline.launch import machine  # noqa: E402
-from pipeline.launch.torchrun import environment  # noqa: E402
+from pipeline.launch.torchrun import Node, environment  # noqa: E402
 from pipeline.tracking.journal import read  # noqa: E402
 
 PAIRS = 7
@@ -46,7 +46,7 @@ def torchrun(script: str, *arguments: str) -> str:
         str(ROOT / "bench" / script),
         *arguments,
     ]
-    return subprocess.run(command, env=environment(1), capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, env=environment(Node(2, 1)), capture_output=True, text=True, check=True).stdout
 
 
 def steps() -> None:
@@ -91,7 +91,7 @@ def speed_of(name: str, scratch: Path) -> float:
         pipeline("train", params)
         (journal,) = (scratch / "runs").glob("*/journal.jsonl")
         return mean_speed([line["values"] for line in read(journal) if "train/images_per_second" in line.get("values", {})])
-    jobs = list((scratch / "runs").glob("*/train.json"))
+    jobs = list((scratch / "runs").glob("*/logs/*/job.json"))
     if not jobs:
         pipeline("train", params)
         return speed_of(name, scratch)

@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from pipeline.config import Config, ConfigError, DataError, MachineError, load
+from pipeline.config import Config, ConfigError, DataError, MachineError, PeerError, load
 from pipeline.files import Paths
 
 COMMANDS = {
@@ -14,30 +14,27 @@ COMMANDS = {
     "train": "train on all ranks, go on with a stopped training, or publish a finished one",
     "evaluate": "measure the published model on the test images",
     "sync": "bring MLflow up to date with the journals of all runs",
+    "lead": "run a command, such as dvc repro, whose training other machines take part in",
+    "join": "take part in what a leader trains, and leave with its verdict",
+    "doctor": "look for what would go wrong on this machine, and name its cure",
 }
 
 
 def main() -> int:
     """Run one command; every error a user can cause is one line and an exit code."""
-    parser = argparse.ArgumentParser(prog="python -m pipeline", description="Train image models with the same bits on any number of ranks.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, does in COMMANDS.items():
-        command = commands.add_parser(name, help=does, description=does.capitalize() + ".")
-        command.add_argument(
-            "--params", type=Path, default=Path("params.yaml"), help="the experiment; all paths are relative to its folder"
-        )
-    arguments = parser.parse_args()
+    arguments = vars(parser().parse_args())
+    command, params = arguments.pop("command"), arguments.pop("params")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        config = load(arguments.params)
+        config = load(params)
         check_names(config)
-        code: int = import_module(f"pipeline.{arguments.command}").run(config, Paths(arguments.params))
-    except (ConfigError, DataError, MachineError) as error:
+        code: int = import_module(f"pipeline.{command}").run(config, Paths(params), **arguments)
+    except (ConfigError, DataError, MachineError, PeerError) as error:
         print(error, file=sys.stderr)
         return error.exit_code
     except OSError as error:
         print(
-            f"{error.filename or arguments.command}: {error.strerror or error}; see that there is room and a right to write",
+            f"{error.filename or command}: {error.strerror or error}; see that there is room and a right to write",
             file=sys.stderr,
         )
         return MachineError.exit_code
@@ -45,6 +42,24 @@ def main() -> int:
         print("stopped; nothing half-written is left", file=sys.stderr)
         return 130
     return code
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    whole = argparse.ArgumentParser(prog="python -m pipeline", description="Train image models with the same bits on any number of ranks.")
+    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    each: dict[str, argparse.ArgumentParser] = {}
+    for name, does in COMMANDS.items():
+        each[name] = commands.add_parser(name, help=does, description=does.capitalize() + ".")
+        each[name].add_argument(
+            "--params", type=Path, default=Path("params.yaml"), help="the experiment; all paths are relative to its folder"
+        )
+    each["lead"].add_argument("--workers", type=int, help="machines beside this one (default: dist.nodes less one)")
+    each["lead"].add_argument("--port", type=int, help="where workers join (default: 29400)")
+    each["lead"].add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND…", help="what to run, with its own arguments")
+    each["join"].add_argument("leader", metavar="HOST[:PORT]", help="where `lead` runs")
+    each["doctor"].add_argument("--leader", metavar="HOST[:PORT]", help="also look whether a leader can be reached")
+    return whole
 
 
 def check_names(config: Config) -> None:

@@ -29,6 +29,12 @@ class MachineError(RuntimeError):
     exit_code = 4
 
 
+class PeerError(RuntimeError):
+    """Another machine of the job was lost, or never came: exit 6."""
+
+    exit_code = 6
+
+
 class Section(BaseModel):
     """What every section of params.yaml is: frozen, strict, and closed to unknown keys."""
 

@@ -9,6 +9,7 @@ from pipeline.data import store
 from pipeline.files import Paths, write_whole
 from pipeline.job import Job
 from pipeline.launch import machine
+from pipeline.launch.crew import spread
 from pipeline.launch.lock import held
 from pipeline.launch.placement import place
 from pipeline.launch.progress import Progress
@@ -26,7 +27,7 @@ def run(config: Config, paths: Paths) -> int:
     trained = Config.model_validate(proof["parameters"])
     # The model as it was trained, on the ranks that are asked for now.
     threads = {"threads_per_rank": trained.dist.threads_per_rank}
-    config = trained.model_copy(update={"dist": config.dist.model_copy(update=threads)})
+    config = spread(trained.model_copy(update={"dist": config.dist.model_copy(update=threads)}))
     placement = place(config, machine.look())
     store.verify(paths.prepared, manifest, ("test",))
     run = paths.runs / proof["fingerprint"]

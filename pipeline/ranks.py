@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -70,31 +71,47 @@ class Ranks:
         return buffer.numpy().tobytes()
 
 
-def torchrun_store(timeout_seconds: float) -> Store:
-    """The agent's store, in a corner of its own for each attempt.
+@dataclass(frozen=True)
+class Seat:
+    """A process's place in the group, and the store in which the group meets."""
 
-    torchrun keeps one store through all restarts (torch 2.14): without the prefix, a rank of the second attempt may read
-    where a rank of the first one listened, and wait for it until its timeout.
+    store: Store
+    rank: int
+    size: int
+
+
+def seat(timeout_seconds: float) -> Seat:
+    """Where torchrun has put this process, counted from the leader: the rank that writes the files is the leader's first.
+
+    The store is new in every attempt. torchrun would keep one through all restarts (torch 2.14): a rank of the second attempt
+    then reads where a rank of the first one listened, and waits for it until its timeout.
     """
-    host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_seconds)
-    store = dist.TCPStore(host, port, is_master=False, timeout=timeout)  # pyright: ignore[reportPrivateImportUsage]
-    return PrefixStore(f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-
-
-def join(device_type: str, backend: str, store: Store, timeout_seconds: float) -> Ranks:
-    """Join the group of RANK and WORLD_SIZE that meets in a store."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_seconds)
+    store = dist.TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=timeout)  # pyright: ignore[reportPrivateImportUsage]
+    store = PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], store)
+    if os.environ["LOCKSTEP_LEADS"] == "1" and os.environ["LOCAL_RANK"] == "0":
+        store.set("first", str(rank))
+    rank = (rank - int(store.get("first"))) % size
+    # For the launcher, which knows a failed process by its local rank only.
+    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name("rank").write_text(str(rank))
+    return Seat(store, rank, size)
+
+
+def join(device_type: str, backend: str, seat: Seat, timeout_seconds: float) -> Ranks:
+    """Take the seat in the group."""
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_seconds)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backend, store=seat.store, rank=seat.rank, world_size=seat.size, timeout=timeout)
     control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
-    return Ranks(rank, size, device, control)
+    return Ranks(seat.rank, seat.size, device, control)
 
 
-def leave() -> None:
-    """Leave the group."""
+def leave(ranks: Ranks) -> None:
+    """Leave the group, all ranks together: until the last one is done, each of them is there to start again with."""
+    dist.barrier(ranks.control)
     dist.destroy_process_group()

@@ -15,6 +15,7 @@ from pipeline.data import store
 from pipeline.files import Paths, whole_folder, write_whole
 from pipeline.job import Job
 from pipeline.launch import machine
+from pipeline.launch.crew import spread
 from pipeline.launch.fingerprint import fingerprint, versions
 from pipeline.launch.lock import held
 from pipeline.launch.placement import Placement, place
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 def run(config: Config, paths: Paths) -> int:
     """Train, or recognise that it is done; returns the exit code."""
+    config = spread(config)
     placement = place(config, machine.look())
     manifest = store.read_manifest(paths.prepared)
     store.check_made_for(paths.prepared, manifest, config)

@@ -135,12 +135,12 @@ def make_job(folder: Path, precision: str = "fp32", **changes: Any) -> Job:
 
 
 def _as_rank(rank: int, size: int, folder: str, work: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
     try:
         torch.set_num_threads(1)
-        group = ranks.join("cpu", "gloo", torch.distributed.FileStore(f"{folder}/rendezvous", size), 60)
+        group = ranks.join("cpu", "gloo", ranks.Seat(torch.distributed.FileStore(f"{folder}/rendezvous", size), rank, size), 60)
         results = [function(group, *arguments) for function, arguments in work]
-        ranks.leave()
+        ranks.leave(group)
         Path(folder, f"{rank}.result").write_bytes(pickle.dumps(results))
     except BaseException:
         Path(folder, f"{rank}.error").write_text(traceback.format_exc())

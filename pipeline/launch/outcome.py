@@ -5,12 +5,12 @@ import signal
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pipeline.config import MachineError
+from pipeline.config import MachineError, PeerError
 from pipeline.files import write_whole
-from pipeline.launch.torchrun import Failure, Watch
+from pipeline.launch.torchrun import RETURN_SECONDS, Failure, Watch
 from pipeline.tracking import journal
 
-LOST_PEER, STOPPED, INTERRUPTED, TERMINATED = 6, 75, 130, 143
+STOPPED, INTERRUPTED, TERMINATED = 75, 130, 143
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,15 @@ def judge(watch: Watch, run: Path, checkpoint: str | None, command: str) -> Outc
     if end["kind"] == "stopped" or watch.stopped_by is not None:
         return ended("stopped", STOPPED, f"stopped on request at step {step}")
     if not watch.failures:
-        return ended("failed", LOST_PEER, f"torchrun ended with {watch.exit_code} and no word from a rank; see {run / 'logs'}")
-    failure = watch.failures[-1]
+        return ended("failed", PeerError.exit_code, f"torchrun ended with {watch.exit_code} and no word from a rank; see {run / 'logs'}")
+    failure = watch.first_cause()
     if failure.exit_code > 1:
         name = {2: "configuration", 3: "data", 4: "machine", 5: "diverged"}.get(failure.exit_code, "failed")
-        return ended(name, failure.exit_code if failure.exit_code in (2, 3, 4, 5) else LOST_PEER, failure.cause, failure.rank)
-    return ended("failed", LOST_PEER, f"{describe(failure)}; restarts are used up; logs: {run / 'logs'}", failure.rank)
+        return ended(name, failure.exit_code if failure.exit_code in (2, 3, 4, 5) else PeerError.exit_code, failure.cause, failure.rank)
+    why = "restarts are used up"
+    if watch.nobody_came_back:
+        why = f"the lost machine did not come back in {RETURN_SECONDS} s"
+    return ended("failed", PeerError.exit_code, f"{describe(failure)}; {why}; logs: {run / 'logs'}", failure.rank)
 
 
 def unpublished(end: Outcome, error: OSError | MachineError, command: str) -> Outcome:
@@ -69,7 +72,8 @@ def unpublished(end: Outcome, error: OSError | MachineError, command: str) -> Ou
 def describe(failure: Failure) -> str:
     """One failure in a few words."""
     how = f"was ended by {failure.signal}" if failure.signal else f"failed: {failure.cause or f'exit code {failure.exit_code}'}"
-    return f"rank {failure.rank} {how}"
+    where = f" on {failure.host}" if failure.host else ""
+    return f"rank {failure.rank}{where} {how}"
 
 
 def message(outcome: Outcome) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.config import Config, ConfigError, MachineError
+from pipeline.config import Config, MachineError
 from pipeline.launch.machine import AMPERE, Machine
 
 
@@ -20,8 +20,7 @@ class Placement:
 def place(config: Config, machine: Machine) -> Placement:
     """Decide it, or say what cannot be and which setting works."""
     dist = config.dist
-    if dist.nodes > 1:
-        raise ConfigError(f"dist.nodes: {dist.nodes} machines cannot be led from here yet; set nodes: 1")
+    here = dist.world_size // dist.nodes
     if len(set(machine.gpus)) > 1:
         raise MachineError(
             f"GPUs of several kinds ({', '.join(sorted(set(machine.gpus)))}) compute different bits; pick with CUDA_VISIBLE_DEVICES"
@@ -29,15 +28,15 @@ def place(config: Config, machine: Machine) -> Placement:
     gpus = len(machine.gpus)
     if dist.backend == "nccl" and gpus == 0:
         raise MachineError("dist.backend: nccl needs GPUs and this machine shows none; set backend: gloo (or auto)")
-    if dist.backend == "nccl" and gpus < dist.world_size:
+    if dist.backend == "nccl" and gpus < here:
         raise MachineError(
-            f"dist.world_size: {dist.world_size} ranks, {gpus} GPUs: nccl wants one each; set world_size: {gpus}, or backend: gloo"
+            f"dist.world_size: {here} ranks, {gpus} GPUs: nccl wants one each; set world_size: {gpus * dist.nodes}, or backend: gloo"
         )
     device: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
     return Placement(
         device=device,
         device_kind=machine.gpus[0] if gpus else machine.cpu,
-        backend="nccl" if gpus >= dist.world_size and dist.backend != "gloo" else "gloo",
+        backend="nccl" if gpus >= here and dist.backend != "gloo" else "gloo",
         precision=_precision(config.train.precision, device, machine),
     )
 

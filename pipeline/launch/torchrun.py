@@ -1,46 +1,71 @@
-"""Start torchrun, pass on signals, wait until every one of its processes has gone, and say what failed first."""
+"""Start torchrun for this machine's ranks, pass on signals, wait until all its processes have gone, and say what failed first."""
 
 import contextlib
-import ctypes
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
-import psutil
-
-from pipeline.config import Dist
+from pipeline.files import write_whole
+from pipeline.job import Job
+from pipeline.launch.processes import Stopper, adopt_orphans, below, dies_with_parent, kill, wait_for_orphans
 
 MAX_RESTARTS = 3
 # What a rank may take to save and leave after a signal.
 GRACE_SECONDS = 60
+# How long the others wait for a machine that was lost to come back.
+RETURN_SECONDS = 600
 FINAL_EXITS = (2, 3, 4, 5)
 FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+# What a rank says when it is a peer that was lost.
+SECONDHAND = re.compile(
+    r"onnection (closed|reset|refused|was likely closed)|connectFullMesh|Broken pipe|Timed out waiting|unhandled system error"
+)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine's part in a job."""
+
+    ranks: int
+    threads: int
+    nodes: int = 1
+    leads: bool = True
+    job_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    # Port 0: the system chooses a free one.
+    endpoint: str = "127.0.0.1:0"
+    address: str = "127.0.0.1"
+    interface: str = "lo"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first rank that failed in an attempt."""
+    """The first rank that failed in an attempt, on one machine."""
 
     rank: int
     exit_code: int
     cause: str
     attempt: int
+    host: str | None = None
+    at: float = field(default_factory=time.monotonic)
 
     @property
     def signal(self) -> str | None:
         return signal.Signals(-self.exit_code).name if self.exit_code < 0 else None
+
+    @property
+    def secondhand(self) -> bool:
+        """Whether it only tells of another's."""
+        return self.signal is None and bool(SECONDHAND.search(self.cause))
 
 
 @dataclass
@@ -50,37 +75,74 @@ class Watch:
     stopped_by: int | None = None
     stopped_at_once: bool = False
     exit_code: int = 0
+    nobody_came_back: bool = False
     failures: list[Failure] = field(default_factory=list[Failure])
 
+    def first_cause(self) -> Failure:
+        """Of the failures that came with the last one, the one that is not a peer's complaint."""
+        last = self.failures[-1]
+        together = [one for one in self.failures if one.at > last.at - 15]
+        return next((one for one in together if not one.secondhand), last)
 
-def run(module: str, job: Path, dist: Dist, lock: int, tell: Callable[[Failure], None], tick: Callable[[], None]) -> Watch:
-    """Run a module on so many ranks; `tell` hears of every failure, `tick` is called while they work."""
-    logs = job.parent / "logs" / time.strftime("%Y%m%d-%H%M%S")
+
+class Observer(Protocol):
+    """Who hears of a job while it runs."""
+
+    def failed(self, failure: Failure) -> None:
+        """A rank has failed."""
+        ...
+
+    def heard(self) -> list[Failure]:
+        """Called all the time; what has failed on other machines since."""
+        ...
+
+    def over(self, idle_seconds: float) -> bool:
+        """Whether the job is over though torchrun still runs; for so long it has had no rank."""
+        ...
+
+
+def run(module: str, job: Job, node: Node, lock: int | None, observer: Observer) -> Watch:
+    """Run a module on this machine's ranks; the observer hears of every failure."""
+    logs = job.run / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}"
     logs.mkdir(parents=True, exist_ok=True)
+    write_whole(logs / "job.json", job.model_dump_json().encode())
     watch = Watch()
-    process = _start(_command(module, job, dist.world_size, logs), environment(dist.threads_per_rank), lock)
-    reader = threading.Thread(target=_read, args=(process, logs, watch, tell), daemon=True)
-    with _Stopper(process, watch) as stopper:
+    adopt_orphans()
+    process = _start(_command(module, node, logs), environment(node), lock)
+    with Stopper(process.pid) as stopper:
+        reader = _Reader(process, logs, watch, stopper, observer)
         reader.start()
         try:
-            while process.poll() is None:
-                tick()
-                stopper.if_orphaned()
-                time.sleep(0.1)
-            reader.join(5)
-            _wait_for_orphans(process.pid, watch)
+            over = _follow(process, node, stopper, reader, observer)
+            wait_for_orphans(process.pid, 0 if over else GRACE_SECONDS, lambda: stopper.at_once)
         finally:
-            _kill(process.pid)
-    tick()
-    watch.exit_code = process.returncode
+            kill(process.pid)
+    observer.heard()
+    watch.stopped_by, watch.stopped_at_once = stopper.signal, stopper.at_once
+    watch.exit_code = 0 if over else process.wait()
     return watch
 
 
-def _start(command: list[str], variables: dict[str, str], lock: int) -> subprocess.Popen[str]:
-    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-    if prctl:
-        # Orphans of torchrun become our children, so that we can wait for them.
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
+def _follow(process: "subprocess.Popen[str]", node: Node, stopper: Stopper, reader: "_Reader", observer: Observer) -> bool:
+    """Wait for torchrun, or until it has nothing more to do; whether it was the latter."""
+    busy_at = looked_at = time.monotonic()
+    while process.poll() is None:
+        for failure in observer.heard():
+            reader.take(failure)
+        stopper.if_orphaned()
+        now = time.monotonic()
+        if node.nodes > 1 and now - looked_at > 0.5:
+            looked_at = now
+            if any(one.pid != process.pid for one in below(process.pid)):
+                busy_at = now
+            if observer.over(now - busy_at):
+                return True
+        time.sleep(0.1)
+    reader.join(5)
+    return False
+
+
+def _start(command: list[str], variables: dict[str, str], lock: int | None) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         command,
         env=variables,
@@ -88,143 +150,95 @@ def _start(command: list[str], variables: dict[str, str], lock: int) -> subproce
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        pass_fds=(lock,),
+        pass_fds=() if lock is None else (lock,),
         # A session of its own: Ctrl-C in a terminal reaches us alone, and we decide what becomes of it.
         start_new_session=True,
-        preexec_fn=(lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM)) if prctl else None,
+        preexec_fn=dies_with_parent(),
     )
 
 
-def _command(module: str, job: Path, world_size: int, logs: Path) -> list[str]:
+def _command(module: str, node: Node, logs: Path) -> list[str]:
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes=1", f"--nproc-per-node={world_size}"),
-        # Port 0: the system chooses a free one, and the id keeps two jobs apart.
-        *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id={uuid.uuid4().hex}", "--local-addr=127.0.0.1"),
+        *(f"--nnodes={node.nodes}", f"--nproc-per-node={node.ranks}", f"--local-addr={node.address}"),
+        # The id keeps two jobs apart. With several machines the store is the leader's, who keeps it through all of a job.
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint={node.endpoint}", f"--rdzv-id={node.job_id}"),
+        f"--rdzv-conf=is_host={str(node.nodes == 1).lower()},join_timeout={RETURN_SECONDS}",
         *(f"--max-restarts={MAX_RESTARTS}", f"--shutdown-timeout={GRACE_SECONDS}"),
         *(f"--log-dir={logs}", "--redirects=3"),
-        *("-m", module, str(job)),
+        *("-m", module, str(logs / "job.json")),
     ]
 
 
-def environment(threads: int) -> dict[str, str]:
+def environment(node: Node) -> dict[str, str]:
     """What torchrun and its ranks are started with."""
     here = str(Path(__file__).parents[2])
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join([here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep),
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "GLOO_SOCKET_IFNAME": "lo",
-        # cuBLAS is deterministic only with a workspace of fixed size.
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    }
+    # torchrun reads PET_*, which an engine has set for the command above us.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    # Who knows the network better says so.
+    network = {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": f"={node.interface}"}
+    return (
+        network
+        | kept
+        | {
+            "PYTHONPATH": os.pathsep.join([here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep),
+            "OMP_NUM_THREADS": str(node.threads),
+            "MKL_NUM_THREADS": str(node.threads),
+            # Every attempt gets an address of its own for its store.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "LOCKSTEP_LEADS": str(int(node.leads)),
+            # cuBLAS is deterministic only with a workspace of fixed size.
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        }
+    )
 
 
-def dvc_above() -> psutil.Process | None:
-    """The DVC that started this process, if one did."""
-    return next((one for one in psutil.Process().parents() if _is_dvc(one)), None)
+class _Reader(threading.Thread):
+    """Keeps what torchrun says, and takes the failures out of it."""
 
+    def __init__(self, process: "subprocess.Popen[str]", logs: Path, watch: Watch, stopper: Stopper, observer: Observer):
+        super().__init__(daemon=True)
+        self._process, self._logs, self._watch, self._stopper, self._observer = process, logs, watch, stopper, observer
 
-def _is_dvc(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and "dvc" in (Path(word).name for word in process.cmdline()[:3])
-    except psutil.Error:
-        # Gone, or a zombie.
-        return False
-
-
-class _Stopper:
-    """The first signal asks the ranks to stop, the second ends everything at once."""
-
-    def __init__(self, process: subprocess.Popen[str], watch: Watch):
-        self._process, self._watch = process, watch
-        self._dvc = dvc_above()
-
-    def __enter__(self) -> "_Stopper":
-        self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-        if self._before[signal.SIGHUP] == signal.SIG_IGN:
-            # Under nohup the end of a terminal is no reason to stop.
-            del self._before[signal.SIGHUP]
-        for number in self._before:
-            signal.signal(number, self.on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def on_signal(self, number: int, _: FrameType | None) -> None:
-        if self._watch.stopped_by is not None:
-            self._watch.stopped_at_once = True
-            self._watch.stopped_by = number
-            _kill(self._process.pid)
-            return
-        self._watch.stopped_by = number
-        self._process.send_signal(signal.SIGTERM)
-
-    def if_orphaned(self) -> None:
-        """DVC has gone and left us running: nobody would hear of the end, so stop and keep what there is."""
-        if self._watch.stopped_by is None and self._dvc is not None and not _is_dvc(self._dvc):
-            self.on_signal(signal.SIGTERM, None)
-
-
-def _read(process: subprocess.Popen[str], logs: Path, watch: Watch, tell: Callable[[Failure], None]) -> None:
-    """Keep what torchrun says, and take the failures out of it."""
-    assert process.stderr is not None
-    with (logs / "torchrun.log").open("w") as log:
+    def run(self) -> None:
+        """Until torchrun has said all."""
+        assert self._process.stderr is not None
         attempt = 0
-        for line in process.stderr:
-            log.write(line)
-            log.flush()
-            found = FAILED.search(line)
-            if found is None or watch.stopped_by is not None or watch.stopped_at_once:
-                continue
-            exit_code, rank = int(found[1]), int(found[2])
-            failure = Failure(rank, exit_code, cause_of(logs, attempt, rank), attempt)
-            attempt += 1
-            watch.failures.append(failure)
-            if exit_code in FINAL_EXITS:
-                # Trying again cannot help.
-                _kill(process.pid)
-            tell(failure)
+        with (self._logs / "torchrun.log").open("w") as log:
+            for line in self._process.stderr:
+                log.write(line)
+                log.flush()
+                self._watch.nobody_came_back |= "RendezvousTimeoutError" in line
+                found = FAILED.search(line)
+                if found and self._stopper.signal is None:
+                    exit_code, local_rank = int(found[1]), int(found[2])
+                    cause = cause_of(self._logs, attempt, local_rank)
+                    self.take(Failure(_rank_of(self._logs, attempt, local_rank), exit_code, cause, attempt))
+                    attempt += 1
+
+    def take(self, failure: Failure) -> None:
+        """Note a failure, and end the job where trying again cannot help."""
+        self._watch.failures.append(failure)
+        if failure.exit_code in FINAL_EXITS:
+            kill(self._process.pid)
+        self._observer.failed(failure)
 
 
-def cause_of(logs: Path, attempt: int, rank: int) -> str:
+def _rank_of(logs: Path, attempt: int, local_rank: int) -> int:
+    """A process's rank in the whole group, if it came to learn it."""
+    for path in logs.glob(f"*/attempt_{attempt}/{local_rank}/rank"):
+        return int(path.read_text())
+    return local_rank
+
+
+def cause_of(logs: Path, attempt: int, local_rank: int) -> str:
     """What a rank said last: its own error, or the last line it wrote."""
-    for path in logs.glob(f"*/attempt_{attempt}/{rank}/error.json"):
+    for path in logs.glob(f"*/attempt_{attempt}/{local_rank}/error.json"):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             message: Any = json.loads(path.read_text())["message"]
             return str(message if isinstance(message, str) else message["message"]).strip()
-    for path in logs.glob(f"*/attempt_{attempt}/{rank}/stderr.log"):
+    for path in logs.glob(f"*/attempt_{attempt}/{local_rank}/stderr.log"):
         lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
         if lines:
             return lines[-1].strip()
     return ""
-
-
-def _wait_for_orphans(torchrun: int, watch: Watch) -> None:
-    """torchrun is gone; its ranks may still be saving."""
-    until = time.monotonic() + GRACE_SECONDS
-    while time.monotonic() < until and not watch.stopped_at_once and _members(torchrun):
-        time.sleep(0.1)
-
-
-def _members(torchrun: int) -> list[psutil.Process]:
-    """Our living descendants that torchrun started: those of its session, and of sessions that its ranks opened."""
-    found: list[psutil.Process] = []
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, ChildProcessError):
-            if os.getsid(child.pid) == os.getsid(0):
-                continue
-            if child.status() != psutil.STATUS_ZOMBIE:
-                found.append(child)
-            elif child.pid != torchrun:
-                os.waitpid(child.pid, os.WNOHANG)
-    return found
-
-
-def _kill(torchrun: int) -> None:
-    """End torchrun and all that it started, at once."""
-    for member in _members(torchrun):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()

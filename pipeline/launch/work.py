@@ -7,46 +7,62 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pipeline.config import Config, MachineError
-from pipeline.files import Paths, write_whole
+from pipeline.config import Config, MachineError, PeerError
+from pipeline.files import Paths
 from pipeline.job import Job
+from pipeline.launch import crew as crews
 from pipeline.launch import outcome, torchrun
+from pipeline.launch.crew import Alone, Crew
 from pipeline.launch.mirroring import MirrorProcess, address
+from pipeline.launch.processes import dvc_above
 from pipeline.launch.progress import Progress
 from pipeline.launch.torchrun import Failure
 from pipeline.tracking import journal as journals
 from pipeline.tracking.journal import Journal
 
+# Without a rank for so long: torchrun waits for an agent that was stopped, or that is lost.
+IDLE_SECONDS, WAITING_SECONDS = 3, 10
 Publish = Callable[[Journal, str | None], str]
 
 
 class Work:
     """What every stage with ranks does around them."""
 
-    def __init__(self, stage: str, job: Job, paths: Paths, lock: int):
-        self._stage, self._job, self._paths, self._lock = stage, job, paths, lock
+    def __init__(self, stage: Literal["train", "evaluate"], job: Job, paths: Paths, lock: int):
+        self._stage: Literal["train", "evaluate"] = stage
+        self._job, self._paths, self._lock = job, paths, lock
         by_hand = f"python -m pipeline {stage} --params {shlex.quote(str(paths.params))}"
-        self.command = "dvc repro" if torchrun.dvc_above() else by_hand
+        self.command = "dvc repro" if dvc_above() else by_hand
 
     def run(self, module: str, opening: dict[str, Any], tags: dict[str, Any], progress: Progress, publish: Publish) -> int:
         """Start the ranks and see them to their end; `publish`, given MLflow's run id, says in a line what came of it."""
-        job, run = self._job, self._job.run
-        file = run / f"{self._stage}.json"
-        write_whole(file, job.model_dump_json().encode())
-        journal = Journal(job.journal)
-        if not journals.last(job.journal, "run"):
+        crew = crews.gather(self._stage, self._job, progress.say)
+        code = PeerError.exit_code
+        try:
+            code = self._run(module, crew, self._opened(opening, tags), progress, publish)
+        finally:
+            crew.dismiss(code)
+        return code
+
+    def _opened(self, opening: dict[str, Any], tags: dict[str, Any]) -> Journal:
+        """The journal, with the lines that begin a run and this start of it."""
+        journal = Journal(self._job.journal)
+        if not journals.last(self._job.journal, "run"):
             journal.event("run", **({"id": uuid.uuid4().hex} | opening))
         named = {name: str(value) for name, value in tags.items() if value is not None}
         journal.event("started", stage=self._stage, tags=named)
+        return journal
+
+    def _run(self, module: str, crew: Alone | Crew, journal: Journal, progress: Progress, publish: Publish) -> int:
+        job, run = self._job, self._job.run
         step = journals.last(job.journal, "metrics").get("step", 0)
         outcome.running(run, step, newest_checkpoint(run), self.command)
         mirror = MirrorProcess(run, self._paths)
         started_at = time.monotonic()
         with progress:
-            tell = self._teller(progress)
-            watch = torchrun.run(module, file, job.config.dist, self._lock, tell, progress.tick)
+            watch = torchrun.run(module, job, crew.node, self._lock, _Observer(job, crew, progress))
         journal.event("left", stage=self._stage, elapsed_seconds=time.monotonic() - started_at)
         end = outcome.judge(watch, run, newest_checkpoint(run), self.command)
         said = outcome.message(end)
@@ -69,18 +85,39 @@ class Work:
         assert end.exit_code is not None
         return end.exit_code
 
-    def _teller(self, progress: Progress) -> Callable[[Failure], None]:
-        """Says of every failure what happened and what becomes of it."""
 
-        def tell(failure: Failure) -> None:
-            if failure.exit_code in torchrun.FINAL_EXITS or failure.attempt >= torchrun.MAX_RESTARTS:
-                return
-            step = journals.last(self._job.journal, "metrics").get("step", 0)
-            source = newest_checkpoint(self._job.run) or "the beginning"
-            count = f"restart {failure.attempt + 1} of {torchrun.MAX_RESTARTS}"
-            progress.say(f"{outcome.describe(failure)} after step {step}; starting again from {source} ({count})")
+class _Observer:
+    """Shows people how the ranks get on."""
 
-        return tell
+    def __init__(self, job: Job, crew: Alone | Crew, progress: Progress):
+        self._job, self._crew, self._progress = job, crew, progress
+        self._waiting = False
+
+    def failed(self, failure: Failure) -> None:
+        """Say of every failure what happened and what becomes of it."""
+        if failure.exit_code in torchrun.FINAL_EXITS or failure.attempt >= torchrun.MAX_RESTARTS:
+            return
+        step = journals.last(self._job.journal, "metrics").get("step", 0)
+        source = newest_checkpoint(self._job.run) or "the beginning"
+        count = f"restart {failure.attempt + 1} of {torchrun.MAX_RESTARTS}"
+        self._progress.say(f"{outcome.describe(failure)} after step {step}; starting again from {source} ({count})")
+
+    def heard(self) -> list[Failure]:
+        """Show progress; what the other machines tell."""
+        self._progress.tick()
+        return self._crew.heard()
+
+    def over(self, idle_seconds: float) -> bool:
+        """Whether the ranks have said their last word, and torchrun waits for one that was stopped elsewhere."""
+        if idle_seconds < IDLE_SECONDS:
+            self._waiting = False
+            return False
+        if journals.last(self._job.journal, "started", "finished", "stopped").get("kind") != "started":
+            return True
+        if not self._waiting and idle_seconds > WAITING_SECONDS:
+            self._progress.say(f"waiting for a lost worker to come back, for {torchrun.RETURN_SECONDS} s at most")
+            self._waiting = True
+        return False
 
 
 def newest_checkpoint(run: Path) -> str | None:

@@ -2,7 +2,7 @@
 
 import json
 
-from safetensors.torch import load_file
+from safetensors.torch import load
 
 from pipeline.data import store
 from pipeline.data.batches import Pixels
@@ -15,15 +15,21 @@ from pipeline.training.rank import build_model, joined, run_as_rank
 
 def main(job: Job) -> None:
     """Go through the test images once and leave what was found."""
-    assert job.weights is not None
     manifest = store.read_manifest(job.prepared)
     with joined(job) as group:
         model = build_model(job, manifest, group.device)
-        model.load_state_dict(load_file(job.weights))
+        # Only the leader's machine has the file.
+        model.load_state_dict(load(group.from_first(group.only_first(lambda: weights(job), b""))))
         pixels = Pixels(manifest.mean, manifest.std, group.device)
         evaluation = Evaluation(store.open_split(job.prepared, "test"), pixels, manifest.num_classes, group)
         result = evaluation(model, schedule.autocast_dtype(job.precision))
         group.only_first(lambda: write(job, result), None)
+
+
+def weights(job: Job) -> bytes:
+    """The file of the model to evaluate."""
+    assert job.weights is not None
+    return job.weights.read_bytes()
 
 
 def write(job: Job, result: Result) -> None:

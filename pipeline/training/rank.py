@@ -50,10 +50,10 @@ def main(job: Job) -> None:
 def joined(job: Job) -> Generator[Ranks]:
     """This process as a rank: bits fixed, group joined, and left again."""
     fix_bits(job)
-    group = ranks.join(job.device, job.backend, ranks.torchrun_store(TIMEOUT_SECONDS), TIMEOUT_SECONDS)
+    group = ranks.join(job.device, job.backend, ranks.seat(TIMEOUT_SECONDS), TIMEOUT_SECONDS)
     yield group
     # Not after an error: a peer may wait for this rank in a collective, and leaving would wait for the peer.
-    ranks.leave()
+    ranks.leave(group)
 
 
 def fix_bits(job: Job) -> None:

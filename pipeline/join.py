@@ -1,0 +1,174 @@
+"""The join command: lend this machine to a leader's jobs, and leave with the leader's verdict."""
+
+import contextlib
+import logging
+import socket
+import time
+from dataclasses import asdict
+
+from pipeline import prepare
+from pipeline.config import Config, ConfigError, DataError, MachineError, PeerError
+from pipeline.data import store
+from pipeline.files import Paths
+from pipeline.job import Job
+from pipeline.launch import machine, torchrun
+from pipeline.launch.crew import Answer, Call, likeness
+from pipeline.launch.meeting import Meeting
+from pipeline.launch.network import interface, own_address, reach, split
+from pipeline.launch.outcome import STOPPED, describe
+from pipeline.launch.placement import place
+from pipeline.launch.torchrun import Failure, Node
+
+log = logging.getLogger(__name__)
+
+MODULES = {"train": "pipeline.training.rank", "evaluate": "pipeline.training.examine"}
+# How long a worker waits for its leader to begin.
+LEADER_SECONDS = 600
+# How long it waits, with nothing left to do in a job, for the leader to end it.
+ENDING_SECONDS = 90
+
+
+def run(config: Config, paths: Paths, leader: str) -> int:
+    """Take part in every job of a leader; returns its verdict."""
+    worker = Worker(paths, *split(leader))
+    try:
+        return worker.work()
+    except PeerError:
+        if worker.stopped:
+            return STOPPED
+        raise
+
+
+class Worker:
+    """This machine, in a leader's meeting."""
+
+    def __init__(self, paths: Paths, host: str, port: int):
+        self._paths, self._host, self._port = paths, host, port
+        where = f"{host}:{port}"
+        self._leader_address = reach(host, port, LEADER_SECONDS, lambda why: log.info("waiting for a leader at %s (%s)", where, why))
+        self._meeting = Meeting(host, port)
+        self._meeting.append("workers", socket.gethostname())
+        log.info("joined %s; waiting for a job", where)
+        self.stopped = False
+
+    def work(self) -> int:
+        """Serve one job after the other until the leader ends."""
+        count = 0
+        while True:
+            verdict = self._meeting.get("verdict")
+            if verdict is not None:
+                log.info("the leader has ended with %d", verdict)
+                self._meeting.append("goodbyes", socket.gethostname())
+                return int(verdict)
+            for value in self._meeting.since("calls", count):
+                count += 1
+                self._serve(Call.model_validate(value))
+            time.sleep(0.2)
+
+    def _serve(self, call: Call) -> None:
+        """Take part in a job from its call to its end."""
+        if self._over(call):
+            return
+        job, complaint = self._prepared(call)
+        answer = Answer(host=socket.gethostname(), leader=self._leader_address, complaint=complaint)
+        self._meeting.append(f"{call.id}/answers", answer.model_dump())
+        if complaint:
+            log.info("cannot take part: %s", complaint)
+        else:
+            log.info("%s %s: run %s", call.stage, call.config.model.name, call.run)
+            while not self._over(call) and not self.stopped:
+                self._run_ranks(call, job)
+                self._wait(call)
+        while not self._over(call):
+            if self.stopped:
+                raise PeerError(f"{self._host}: the leader did not end the job in {ENDING_SECONDS} s")
+            time.sleep(0.2)
+
+    def _prepared(self, call: Call) -> tuple[Job, str | None]:
+        """The job with this machine's files, its data prepared here where they are not; what is wrong, if anything is."""
+        job = Job(
+            config=call.config,
+            device=call.device,
+            backend=call.backend,
+            precision=call.precision,
+            prepared=self._paths.prepared,
+            run=self._paths.runs / call.run,
+        )
+        try:
+            place(call.config, machine.look())
+            self._prepare(call)
+            own = likeness(job)
+        except (ConfigError, DataError, MachineError, OSError) as error:
+            return job, str(error)
+        different = [
+            f"{name}: {own[name]!r} here, {value!r} with the leader" for name, value in call.likeness.items() if own[name] != value
+        ]
+        return job, f"would compute other bits: {'; '.join(different)}" if different else None
+
+    def _prepare(self, call: Call) -> None:
+        """See that the data are those of the leader; without a common folder they are prepared anew, which gives the same."""
+        with contextlib.suppress(DataError):
+            if store.read_manifest(self._paths.prepared).digest == call.likeness["data"]:
+                manifest = store.read_manifest(self._paths.prepared)
+                store.verify(self._paths.prepared, manifest, tuple(manifest.counts))
+                return
+        log.info("preparing %s", call.config.data.name)
+        prepare.run(call.config, self._paths)
+
+    def _run_ranks(self, call: Call, job: Job) -> None:
+        address = own_address(self._host, self._port)
+        dist = call.config.dist
+        node = Node(
+            ranks=dist.world_size // dist.nodes,
+            threads=dist.threads_per_rank,
+            nodes=dist.nodes,
+            leads=False,
+            job_id=call.id,
+            endpoint=f"{self._host}:{self._port}",
+            address=address,
+            interface=interface(address) or "lo",
+        )
+        watch = torchrun.run(MODULES[call.stage], job, node, None, _Observer(self, call))
+        self.stopped |= watch.stopped_by is not None
+
+    def _wait(self, call: Call) -> None:
+        """The ranks here are done; the leader ends the job, or it is begun again."""
+        until = time.monotonic() + ENDING_SECONDS
+        while time.monotonic() < until and not self._over(call):
+            time.sleep(0.2)
+
+    def _over(self, call: Call) -> bool:
+        return self._meeting.get(f"{call.id}/over") is not None or self._meeting.get("verdict") is not None
+
+    def over(self, call: Call) -> bool:
+        """Whether there is nothing more to do for a job; also where the leader is gone."""
+        try:
+            return self._over(call)
+        except PeerError:
+            return True
+
+    def tell(self, call: Call, failure: Failure) -> None:
+        """Let the leader know of a failure here."""
+        log.info("%s", describe(failure))
+        told = {name: value for name, value in asdict(failure).items() if name != "at"} | {"host": socket.gethostname()}
+        with contextlib.suppress(PeerError):
+            self._meeting.append(f"{call.id}/failures", told)
+
+
+class _Observer:
+    """Passes on what happens to this machine's ranks."""
+
+    def __init__(self, worker: Worker, call: Call):
+        self._worker, self._call = worker, call
+
+    def failed(self, failure: Failure) -> None:
+        """Tell the leader."""
+        self._worker.tell(self._call, failure)
+
+    def heard(self) -> list[Failure]:
+        """The leader is told, and tells nothing."""
+        return []
+
+    def over(self, idle_seconds: float) -> bool:
+        """Whether the leader has ended the job, or is gone."""
+        return self._worker.over(self._call)

@@ -1,0 +1,92 @@
+"""The lead command: lend this machine's port to a command, so that other machines can take part in what it trains."""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+
+from pipeline import join
+from pipeline.config import Config, ConfigError
+from pipeline.files import Paths
+from pipeline.launch.engine import engine
+from pipeline.launch.meeting import MEETING, NODES, Meeting
+from pipeline.launch.network import PORT, listen
+from pipeline.launch.processes import dies_with_parent
+
+log = logging.getLogger(__name__)
+
+# Workers that start together with the leader need this long to come, and hear of a command that had nothing to do for them.
+COME_SECONDS = 20
+# How long they may take to hear the verdict.
+GOODBYE_SECONDS = 5
+
+
+def run(config: Config, paths: Paths, words: list[str], workers: int | None, port: int | None) -> int:
+    """Run a command with a meeting place for workers, and tell them how it ended; returns the exit code of what it ran."""
+    if not words:
+        raise ConfigError("lead: no command; write for example: python -m pipeline lead dvc repro")
+    given = engine(config, os.environ)
+    if given is not None and not given.leads:
+        return join.run(config, paths, f"{given.host}:{given.port}")
+    nodes = given.nodes if given else config.dist.nodes if workers is None else workers + 1
+    number = given.port if given else port or PORT
+    started_at = time.monotonic()
+    listening = listen(number)
+    log.info("leading %d machines; a worker is started with: python -m pipeline join %s:%d", nodes, os.uname().nodename, number)
+    variables = os.environ | {MEETING: f"127.0.0.1:{number}", NODES: str(nodes)}
+    try:
+        # A session of its own: signals reach us alone, and we decide what becomes of them.
+        process = subprocess.Popen(words, env=variables, start_new_session=True, preexec_fn=dies_with_parent())
+    except OSError as error:
+        raise ConfigError(f"{words[0]}: {error.strerror}") from None
+    with _passing_on(process):
+        # While the command begins: this imports torch.
+        meeting = Meeting("127.0.0.1", number, listening)
+        code = process.wait()
+    verdict = _verdict(code, meeting)
+    meeting.put("verdict", verdict)
+    _say_goodbye(meeting, nodes - 1, started_at)
+    return verdict
+
+
+@contextmanager
+def _passing_on(process: "subprocess.Popen[bytes]") -> Generator[None]:
+    """The first signal reaches the command as Ctrl-C, the only one that DVC leaves to its stage; the second as it is."""
+    asked = False
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        nonlocal asked
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number if asked else signal.SIGINT)
+        asked = True
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _verdict(code: int, meeting: Meeting) -> int:
+    """The exit code of the ranks where they are why the command failed: DVC makes 255 of all of them."""
+    last: int | None = meeting.get("last")
+    if code < 0:
+        return 128 - code
+    return last if code and last else code
+
+
+def _say_goodbye(meeting: Meeting, expected: int, started_at: float) -> None:
+    """Keep the meeting open until the workers have heard; those that are still starting too."""
+    until = max(started_at + COME_SECONDS, time.monotonic() + GOODBYE_SECONDS)
+    while time.monotonic() < until:
+        came, left = len(meeting.since("workers", 0)), len(meeting.since("goodbyes", 0))
+        late = time.monotonic() > started_at + COME_SECONDS
+        if left >= came and (late or came >= expected):
+            return
+        time.sleep(0.1)
