@@ -1,4 +1,6 @@
 # The environment of every container, and the code for those that mount none. A digest pins the base: --build-arg BASE=debian:bookworm-slim@sha256:…
+# hadolint global ignore=DL3008
+# Debian's archive keeps only the newest version of a package: a pinned one would soon not build.
 ARG BASE=debian:bookworm-slim
 
 FROM ${BASE} AS system
@@ -51,9 +53,10 @@ COPY deploy/entrypoint.sh /usr/local/bin/
 WORKDIR /lockstep
 COPY requirements.lock dvc.yaml params.yaml ./
 COPY pipeline pipeline
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # What this image is made of, in one digest: receipts carry it where nobody passes Docker's own id.
 RUN mkdir /etc/lockstep \
-    && { dpkg-query --show; find . /opt/venv/lib/python3.11/site-packages -path '*/RECORD' -o -path './*' -type f | sort | xargs sha256sum; } \
+    && { dpkg-query --show; find . /opt/venv/lib/python3.11/site-packages -path '*/RECORD' -o -path './*' -type f | LC_ALL=C sort | xargs -d '\n' sha256sum; } \
     | sha256sum | sed 's/ .*//; s/^/content:/' > /etc/lockstep/image
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONPATH=/lockstep \

@@ -5,10 +5,10 @@ READY := .venv/.ready
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup repro test test-fast lint lock golden bench ui
+.PHONY: help setup repro test test-fast lint lock golden bench up ui
 
 help: ## print this help
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## install what requirements-dev.lock names into .venv
 
@@ -28,9 +28,9 @@ test: $(READY) ## set up, then all tests that this machine can run
 test-fast: $(READY) ## the fast tests
 	@python -m pytest -m "not slow and not docker and not gpu"
 
-lint: $(READY) ## ruff, pyright, and shellcheck where installed
+lint: $(READY) ## ruff, pyright, shellcheck and hadolint
 	@ruff check . && ruff format --check . && pyright
-	@if command -v shellcheck >/dev/null; then shellcheck .ci/run; else echo "shellcheck is not installed: skipped"; fi
+	@shellcheck .ci/run deploy/*.sh && hadolint Dockerfile
 
 LOCK := uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
 	--custom-compile-command "make lock" --quiet
@@ -44,6 +44,13 @@ golden: $(READY) ## write the golden losses of this kind of machine
 
 bench: $(READY) ## what a step, a start and a no-op cost, and against whom
 	@python bench/run.py
+
+# As the owner of this folder, whose files they are to be.
+COMPOSE := env UID=$$(ls -nd . | awk '{print $$3}') GID=$$(ls -nd . | awk '{print $$4}') LOCKSTEP_COMMIT=$$(git rev-parse HEAD)
+
+up: ## the pipeline in containers: leader, worker, and MLflow's UI on 127.0.0.1:5000
+	@$(COMPOSE) docker compose build
+	@$(COMPOSE) LOCKSTEP_IMAGE=$$(docker image inspect --format '{{.Id}}' lockstep) docker compose up
 
 ui: $(READY) ## MLflow's UI on the local store, on 127.0.0.1:5000
 	@mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///mlflow.db --artifacts-destination mlartifacts

@@ -25,6 +25,8 @@ def main() -> int:
     arguments = vars(parser().parse_args())
     command, params = arguments.pop("command"), arguments.pop("params")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    # It tells of every cache of fonts that it makes.
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
     try:
         config = load(params)
         check_names(config)

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import socket
 import time
 from dataclasses import asdict
@@ -30,6 +31,7 @@ ENDING_SECONDS = 90
 
 def run(config: Config, paths: Paths, leader: str) -> int:
     """Take part in every job of a leader; returns its verdict."""
+    machine.check_writable(paths.root)
     worker = Worker(paths, *split(leader))
     try:
         return worker.work()
@@ -47,7 +49,9 @@ class Worker:
         where = f"{host}:{port}"
         self._leader_address = reach(host, port, LEADER_SECONDS, lambda why: log.info("waiting for a leader at %s (%s)", where, why))
         self._meeting = Meeting(host, port)
-        self._meeting.append("workers", socket.gethostname())
+        # A container that was started again is the same worker.
+        self._name = f"{socket.gethostname()}/{os.getpid()}"
+        self._meeting.append("workers", self._name)
         log.info("joined %s; waiting for a job", where)
         self.stopped = False
 
@@ -58,7 +62,7 @@ class Worker:
             verdict = self._meeting.get("verdict")
             if verdict is not None:
                 log.info("the leader has ended with %d", verdict)
-                self._meeting.append("goodbyes", socket.gethostname())
+                self._meeting.append("goodbyes", self._name)
                 return int(verdict)
             for value in self._meeting.since("calls", count):
                 count += 1

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -14,6 +15,7 @@ from pipeline import join
 from pipeline.config import Config, ConfigError
 from pipeline.files import Paths
 from pipeline.launch.engine import engine
+from pipeline.launch.machine import check_writable
 from pipeline.launch.meeting import MEETING, NODES, Meeting
 from pipeline.launch.network import PORT, listen
 from pipeline.launch.processes import dies_with_parent
@@ -33,17 +35,17 @@ def run(config: Config, paths: Paths, words: list[str], workers: int | None, por
     given = engine(config, os.environ)
     if given is not None and not given.leads:
         return join.run(config, paths, f"{given.host}:{given.port}")
+    check_writable(paths.root)
+    if shutil.which(words[0]) is None:
+        raise ConfigError(f"lead: no program {words[0]!r} is to be found; write for example: python -m pipeline lead dvc repro")
     nodes = given.nodes if given else config.dist.nodes if workers is None else workers + 1
     number = given.port if given else port or PORT
     started_at = time.monotonic()
     listening = listen(number)
     log.info("leading %d machines; a worker is started with: python -m pipeline join %s:%d", nodes, os.uname().nodename, number)
     variables = os.environ | {MEETING: f"127.0.0.1:{number}", NODES: str(nodes)}
-    try:
-        # A session of its own: signals reach us alone, and we decide what becomes of them.
-        process = subprocess.Popen(words, env=variables, start_new_session=True, preexec_fn=dies_with_parent())
-    except OSError as error:
-        raise ConfigError(f"{words[0]}: {error.strerror}") from None
+    # A session of its own: signals reach us alone, and we decide what becomes of them.
+    process = subprocess.Popen(words, env=variables, start_new_session=True, preexec_fn=dies_with_parent())
     with _passing_on(process):
         # While the command begins: this imports torch.
         meeting = Meeting("127.0.0.1", number, listening)
@@ -85,8 +87,8 @@ def _say_goodbye(meeting: Meeting, expected: int, started_at: float) -> None:
     """Keep the meeting open until the workers have heard; those that are still starting too."""
     until = max(started_at + COME_SECONDS, time.monotonic() + GOODBYE_SECONDS)
     while time.monotonic() < until:
-        came, left = len(meeting.since("workers", 0)), len(meeting.since("goodbyes", 0))
+        came, left = set(meeting.since("workers", 0)), set(meeting.since("goodbyes", 0))
         late = time.monotonic() > started_at + COME_SECONDS
-        if left >= came and (late or came >= expected):
+        if came <= left and (late or len(came) >= expected):
             return
         time.sleep(0.1)

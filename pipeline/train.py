@@ -101,7 +101,7 @@ def facts(config: Config, placement: Placement, manifest: store.Manifest, name: 
         "git": git,
         "parameters": config.model_dump(),
         "data_digest": manifest.digest,
-        "image": os.environ.get("LOCKSTEP_IMAGE"),
+        "image": receipt.image(),
         "versions": versions() | {"mlflow": _version("mlflow"), "dvc": _version("dvc")},
         "device": placement.device_kind,
         "placement": {

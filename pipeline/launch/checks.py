@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import errno
 import json
 import os
 import shlex
@@ -20,12 +19,13 @@ from pathlib import Path
 from typing import Literal, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
-import psutil
+from pipeline.config import MachineError
+from pipeline.launch.network import interface, listen
 
 T = TypeVar("T")
 # How long a server may take to answer, and the resolver to know this machine.
 ANSWER_SECONDS, NAME_SECONDS = 1.8, 1.0
-LATER = "start the server; training does not wait for it, and afterwards: python -m pipeline sync"
+LATER = "docker compose up -d mlflow, or start it elsewhere; training does not wait for it: python -m pipeline sync afterwards"
 SEARCH = "/api/2.0/mlflow/experiments/search?max_results=1"
 
 
@@ -74,55 +74,42 @@ def port(number: int) -> Finding:
         return Finding("ok", f"port {number} is free for a leader")
     free = next(other for other in range(number + 1, 65536) if not _taken(other))
     elsewhere = f"python -m pipeline join {socket.gethostname()}:{free}"
-    return Finding("wrong", f"port {number} is taken", f"python -m pipeline lead --port {free}, and on the others {elsewhere}")
+    return Finding("wrong", f"port {number} is taken", f"python -m pipeline lead --port {free} dvc repro, and on the others {elsewhere}")
 
 
 def _taken(number: int) -> bool:
-    """Whether someone listens there on any interface."""
-    for family in (socket.AF_INET, socket.AF_INET6):
-        try:
-            with socket.socket(family) as server:
-                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                server.bind(("", number))
-                server.listen()
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return True
-            # A machine without IPv6.
-            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
-                raise
+    """Whether a leader that listens as leaders do is refused."""
+    try:
+        listen(number).close()
+    except MachineError:
+        return True
     return False
 
 
 def leader(host: str, number: int) -> Finding:
     """Whether the leader is there, and the way to it."""
     try:
-        address, interface = ask(lambda: _reach(host, number)).result(ANSWER_SECONDS)
+        address, through = ask(lambda: _reach(host, number)).result(ANSWER_SECONDS)
     except TimeoutError:
         return Finding("wrong", f"the leader {host}:{number} does not answer", f"on {host}: sudo ufw allow {number}/tcp")
     except (socket.gaierror, UnicodeError):
         return Finding("wrong", f"the leader's name, {host}, does not resolve", f'echo "ITS-ADDRESS {host}" | sudo tee -a /etc/hosts')
     except OSError as error:
         why = f"the leader {host}:{number} cannot be reached ({error.strerror})"
-        return Finding("wrong", why, f"on {host}: python -m pipeline lead --port {number}")
-    return Finding("ok", f"the leader {host}:{number} answers; from here through {interface} as {address}")
+        return Finding("wrong", why, f"on {host}: python -m pipeline lead --port {number} dvc repro")
+    return Finding("ok", f"the leader {host}:{number} answers; from here through {through} as {address}")
 
 
 def _reach(host: str, number: int) -> tuple[str, str]:
     """The local address that a server is reached from, and the interface that has it."""
     with socket.create_connection((host, number), timeout=ANSWER_SECONDS) as connection:
         address: str = connection.getsockname()[0]
-    for interface, addresses in psutil.net_if_addrs().items():
-        if address in (one.address.partition("%")[0] for one in addresses):
-            return address, interface
-    return address, "an unknown interface"
+    return address, interface(address) or "no interface of this machine"
 
 
 def mlflow(uri: str) -> Finding:
     """Whether MLflow's store takes what a run sends; no credential of the uri is told."""
-    scheme = urlsplit(uri).scheme
+    scheme = uri.partition(":")[0].lower() if ":" in uri else ""
     if scheme in ("http", "https"):
         try:
             return _server(urlsplit(uri))

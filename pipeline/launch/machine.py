@@ -1,11 +1,14 @@
 """What this machine computes with, found out without torch."""
 
 import ctypes
+import getpass
 import os
 import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from pipeline.config import MachineError
 
 # What oneDNN, MKL and ATen choose their kernels by: another choice rounds differently.
 INSTRUCTION_SETS = ("avx2", "avx512", "avx_vnni", "amx", "fma", "asimd", "sve", "bf16", "i8mm")
@@ -38,6 +41,22 @@ def look() -> Machine:
     gpus, capability = _gpus()
     cpu, has_bf16 = _cpu(Path("/proc/cpuinfo"))
     return Machine(gpus, capability, cpu, has_bf16)
+
+
+def user() -> str:
+    """Who runs this; in a container a uid may have no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid {os.getuid()}"
+
+
+def check_writable(folder: Path) -> None:
+    """MachineError where this user may not write, with what a container must be started with."""
+    if not os.access(folder, os.W_OK):
+        owner = folder.stat()
+        cure = f"let it run as its owner; with Compose: UID={owner.st_uid} GID={owner.st_gid} docker compose up"
+        raise MachineError(f"{folder}: belongs to uid {owner.st_uid}, and uid {os.getuid()} may not write there; {cure}")
 
 
 def _cpu(info: Path) -> tuple[str, bool]:

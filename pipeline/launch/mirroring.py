@@ -27,7 +27,8 @@ def address(run: Path, paths: Paths) -> str:
     state, uri = read_state(run), tracking_uri(paths)
     page = f"#/experiments/{state.experiment_id}/runs/{state.run_id}"
     if uri.startswith("http"):
-        return f"{uri.rstrip('/')}/{page}"
+        # In containers the server has one name for them and another for people.
+        return f"{(os.environ.get('LOCKSTEP_UI') or uri).rstrip('/')}/{page}"
     return f"http://127.0.0.1:5000/{page} (after: make ui)"
 
 

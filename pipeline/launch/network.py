@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import psutil
 
-from pipeline.config import ConfigError, MachineError
+from pipeline.config import ConfigError, MachineError, PeerError
 
 PORT = 29400
 
@@ -40,7 +40,7 @@ def reach(host: str, port: int, seconds: float, waiting: Callable[[str], None]) 
         except OSError as error:
             why = error.strerror or str(error)
         if time.monotonic() > until:
-            raise MachineError(f"{host}:{port}: no leader in {seconds:.0f} s ({why}); start one there: python -m pipeline lead dvc repro")
+            raise PeerError(f"{host}:{port}: no leader in {seconds:.0f} s ({why}); start one there: python -m pipeline lead dvc repro")
         if not told:
             waiting(why)
             told = True

@@ -71,9 +71,12 @@ def unpublished(end: Outcome, error: OSError | MachineError, command: str) -> Ou
 
 def describe(failure: Failure) -> str:
     """One failure in a few words."""
-    how = f"was ended by {failure.signal}" if failure.signal else f"failed: {failure.cause or f'exit code {failure.exit_code}'}"
-    where = f" on {failure.host}" if failure.host else ""
-    return f"rank {failure.rank}{where} {how}"
+    who = f"rank {failure.rank}" + (f" on {failure.host}" if failure.host else "")
+    if failure.secondhand:
+        return f"{who} lost its connection to another rank"
+    return (
+        f"{who} was ended by {failure.signal}" if failure.signal else f"{who} failed: {failure.cause or f'exit code {failure.exit_code}'}"
+    )
 
 
 def message(outcome: Outcome) -> str:

@@ -1,7 +1,6 @@
 """One start of ranks for a stage: under the run's lock, with journal, mirror and an ending that is written down."""
 
 import json
-import os
 import shlex
 import time
 import uuid
@@ -13,7 +12,7 @@ from pipeline.config import Config, MachineError, PeerError
 from pipeline.files import Paths
 from pipeline.job import Job
 from pipeline.launch import crew as crews
-from pipeline.launch import outcome, torchrun
+from pipeline.launch import machine, outcome, torchrun
 from pipeline.launch.crew import Alone, Crew
 from pipeline.launch.mirroring import MirrorProcess, address
 from pipeline.launch.processes import dvc_above
@@ -135,5 +134,5 @@ def opening(config: Config, paths: Paths, name: str) -> dict[str, Any]:
         "artifacts": (paths.home / "mlartifacts").as_uri(),
         "name": name,
         "params": {"seed": config.seed} | params,
-        "tags": {"mlflow.source.name": "pipeline", "mlflow.user": os.environ.get("USER", "unknown")},
+        "tags": {"mlflow.source.name": "pipeline", "mlflow.user": machine.user()},
     }

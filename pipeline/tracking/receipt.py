@@ -8,14 +8,21 @@ from typing import Any
 from pipeline.tracking.journal import read
 
 CODE = Path(__file__).parents[2]
+# Written when an image is built.
+IMAGE = Path("/etc/lockstep/image")
 # What an experiment is made of; outs and dvc.lock lie in the same tree and change with every run.
 SOURCES = ("pipeline", "params.yaml", "dvc.yaml", "requirements.lock")
 
 
+def image() -> str | None:
+    """The image that this runs in: Docker's id of it where someone passes it, else the digest of what it is made of."""
+    return os.environ.get("LOCKSTEP_IMAGE") or (IMAGE.read_text().strip() if IMAGE.exists() else None)
+
+
 def git_state() -> dict[str, Any]:
-    """The commit of this code and whether its tree differs from it; in an image without `.git`, what its builder passed."""
-    if "LOCKSTEP_COMMIT" in os.environ:
-        return {"commit": os.environ["LOCKSTEP_COMMIT"], "dirty": os.environ.get("LOCKSTEP_DIRTY") == "1"}
+    """The commit of this code and whether its tree differs from it; for code in an image, what its builder passed."""
+    if not (CODE / ".git").exists():
+        return {"commit": os.environ.get("LOCKSTEP_COMMIT") or None, "dirty": None}
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=CODE, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
