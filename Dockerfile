@@ -38,10 +38,11 @@ FROM ${BASE} AS postgres
 RUN apt-get update \
     && apt-get install -y --no-install-recommends postgresql-15 \
     && rm -rf /var/lib/apt/lists/* \
-    && install -d -m 1777 /postgres /var/run/postgresql
+    && install -d -o postgres -m 700 /postgres
 COPY deploy/postgres.sh /usr/local/bin/
 ENV PATH=/usr/lib/postgresql/15/bin:$PATH
-USER 1000:1000
+# Its files lie in a volume, and it starts only as a user with a name.
+USER postgres
 ENTRYPOINT ["postgres.sh"]
 
 FROM system AS lockstep

@@ -11,4 +11,4 @@ if [ ! -s "$data/PG_VERSION" ]; then
   echo 'CREATE DATABASE mlflow' | postgres --single -D "$data" postgres
   echo 'host all all all scram-sha-256' >>"$data/pg_hba.conf"
 fi
-exec postgres -D "$data" -c listen_addresses='*'
+exec postgres -D "$data" -c listen_addresses='*' -c unix_socket_directories=

@@ -90,13 +90,13 @@ def leader(host: str, number: int) -> Finding:
     """Whether the leader is there, and the way to it."""
     try:
         address, through = ask(lambda: _reach(host, number)).result(ANSWER_SECONDS)
-    except TimeoutError:
-        return Finding("wrong", f"the leader {host}:{number} does not answer", f"on {host}: sudo ufw allow {number}/tcp")
     except (socket.gaierror, UnicodeError):
         return Finding("wrong", f"the leader's name, {host}, does not resolve", f'echo "ITS-ADDRESS {host}" | sudo tee -a /etc/hosts')
+    except ConnectionRefusedError:
+        return Finding("wrong", f"no leader listens at {host}:{number}", f"on {host}: python -m pipeline lead --port {number} dvc repro")
     except OSError as error:
-        why = f"the leader {host}:{number} cannot be reached ({error.strerror})"
-        return Finding("wrong", why, f"on {host}: python -m pipeline lead --port {number} dvc repro")
+        why = f"the leader {host}:{number} cannot be reached ({error.strerror or 'no answer in time'})"
+        return Finding("wrong", why, f"on {host}: sudo ufw allow {number}/tcp")
     return Finding("ok", f"the leader {host}:{number} answers; from here through {through} as {address}")
 
 
@@ -118,9 +118,13 @@ def mlflow(uri: str) -> Finding:
             return Finding("wrong", "MLFLOW_TRACKING_URI is no address", cure)
     if scheme == "sqlite":
         return _database(Path(uri.removeprefix("sqlite:///").partition("?")[0]))
-    if scheme in ("", "file"):
+    if scheme in ("", "file") and not _is_set("MLFLOW_ALLOW_FILE_STORE"):
         return Finding("wrong", "MLflow writes to no plain folder any more (MLFLOW_TRACKING_URI)", "unset MLFLOW_TRACKING_URI")
-    return Finding("note", f"MLflow's store is {scheme}, which was not asked")
+    return Finding("note", f"MLflow's store is {scheme or 'a folder'}, which was not asked")
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "").lower() in ("true", "1")
 
 
 def _database(path: Path) -> Finding:
@@ -170,7 +174,7 @@ def _get(url: str, credentials: str) -> tuple[int, bytes]:
         # They stay with the server that they are for.
         request.add_unredirected_header("Authorization", credentials)
     trust = ssl.create_default_context(cafile=os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH"))
-    if os.environ.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() in ("true", "1"):
+    if _is_set("MLFLOW_TRACKING_INSECURE_TLS"):
         trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_SECONDS, context=trust) as answer:
