@@ -87,9 +87,9 @@ class Experiment:
         (found,) = (path.parent for path in (self.folder / "runs").glob("*/journal.jsonl"))
         return found
 
-    def start(self, command: str, **environment: str) -> subprocess.Popen[str]:
+    def start(self, command: str, *words: str, **environment: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "pipeline", command, "--params", str(self.params)],
+            [sys.executable, "-m", "pipeline", command, "--params", str(self.params), *words],
             cwd=ROOT,
             env=clean_environment() | environment,
             stdout=subprocess.PIPE,
@@ -97,8 +97,8 @@ class Experiment:
             text=True,
         )
 
-    def run(self, command: str, expect: int = 0, **environment: str) -> str:
-        process = self.start(command, **environment)
+    def run(self, command: str, *words: str, expect: int = 0, **environment: str) -> str:
+        process = self.start(command, *words, **environment)
         said, _ = process.communicate(timeout=280)
         assert process.returncode == expect, said
         return said
