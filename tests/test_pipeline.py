@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +16,7 @@ import pytest
 import yaml
 
 from pipeline.tracking.journal import last
-from tests.conftest import ROOT, clean_environment
+from tests.conftest import ROOT, clean_environment, clone_of, commit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -25,23 +24,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """This tree as a clone with a small data set, using the environment that the tests run in."""
-    folder = tmp_path_factory.mktemp("clone") / "lockstep"
-    subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
-    listed = subprocess.run(["git", "ls-files", "-mo", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in listed.stdout.split():
-        if (ROOT / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, folder / name)
+    folder = clone_of(tmp_path_factory.mktemp("clone") / "lockstep")
     values = yaml.safe_load((folder / "params.yaml").read_text())
     values["data"]["name"] = "synthetic:1200"
     values["train"]["epochs"] = 2
     (folder / "params.yaml").write_text(yaml.safe_dump(values))
     (folder / ".venv").symlink_to(ROOT / ".venv")
     # Older than the environment, so that make does not install it again.
-    os.utime(folder / "requirements.lock", (0, 0))
-    git = ["git", "-c", "user.name=test", "-c", "user.email=test@localhost"]
-    subprocess.run([*git, "add", "-A"], cwd=folder, check=True)
-    subprocess.run([*git, "commit", "-qm", "small"], cwd=folder, check=True)
+    os.utime(folder / "requirements-dev.lock", (0, 0))
+    commit(folder, "small")
     return folder
 
 
