@@ -50,7 +50,7 @@ COMPOSE := env UID=$$(ls -nd . | awk '{print $$3}') GID=$$(ls -nd . | awk '{prin
 
 up: ## the pipeline in containers: leader, worker, and MLflow's UI on 127.0.0.1:5000
 	@$(COMPOSE) docker compose build
-	@$(COMPOSE) LOCKSTEP_IMAGE=$$(docker image inspect --format '{{.Id}}' lockstep) docker compose up
+	@$(COMPOSE) LOCKSTEP_IMAGE=$$(docker image inspect --format '{{.Id}}' $${LOCKSTEP_NAME:-lockstep}) docker compose up
 
 ui: $(READY) ## MLflow's UI on the local store, on 127.0.0.1:5000
 	@MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///mlflow.db --artifacts-destination mlartifacts

@@ -3,11 +3,12 @@
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from pipeline import prepare, ranks
 from pipeline.config import Config
 from pipeline.files import Paths
 from pipeline.job import Job
+from tests.compose import IMAGE, USER, Project, sh
 
 ROOT = Path(__file__).parents[1]
 # As ranks have it: kernels round differently with another number of threads.
@@ -62,6 +64,10 @@ def settings(**changes: Any) -> dict[str, Any]:
         else:
             values[section] = value
     return values
+
+
+# With a global batch that three ranks can share.
+SMALL = settings(data__name="synthetic:3000", dist__batch_size_per_gpu=96)
 
 
 def clean_environment() -> dict[str, str]:
@@ -132,6 +138,15 @@ def commit(folder: Path, message: str) -> None:
     subprocess.run([*git, "commit", "-qm", message, "--allow-empty"], cwd=folder, check=True)
 
 
+def readme_commands() -> list[str]:
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line]
+
+
+def needs_docker(command: str) -> bool:
+    return "docker" in command or command == "make up"
+
+
 @pytest.fixture
 def experiment(tmp_path: Path) -> Experiment:
     return Experiment(tmp_path).set()
@@ -187,3 +202,47 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[li
         return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(size)]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def image() -> str:
+    """The image of this tree."""
+    sh("docker", "build", "--quiet", "--tag", IMAGE, str(ROOT))
+    return IMAGE
+
+
+@pytest.fixture
+def project(image: str, tmp_path: Path) -> Iterator[Callable[..., Project]]:
+    """`project("name")`: a clone with an environment of its own, taken down in the end."""
+    made: list[Project] = []
+
+    def make(name: str, *files: str) -> Project:
+        made.append(Project(clone_of(tmp_path / name), clean_environment(), *files))
+        # Owned by one who is not root, with all that leads there open to them.
+        sh("chown", "-R", f"{USER}:{USER}", str(tmp_path / name))
+        for folder in (tmp_path, *tmp_path.parents):
+            if folder.stat().st_uid == os.getuid() and str(folder).startswith("/tmp/"):
+                folder.chmod(0o755)
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.compose("down", "--volumes", "--timeout=5", expect=None)
+
+
+@pytest.fixture(scope="module")
+def outside(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], str]:
+    """The digest that an experiment ends with outside containers."""
+    known: dict[str, str] = {}
+
+    def digest(values: dict[str, Any]) -> str:
+        key = json.dumps(values)
+        if key not in known:
+            one = Experiment(tmp_path_factory.mktemp("outside"))
+            one.params.write_text(yaml.safe_dump(values))
+            one.run("prepare")
+            one.run("train")
+            known[key] = one.json("models/receipt.json")["weights_sha256"]
+        return known[key]
+
+    return digest

@@ -11,18 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.config import Config, ConfigError, MachineError
-from pipeline.launch import crew, network
-from pipeline.launch.engine import engine
-from tests.conftest import Experiment, settings
+from tests.compose import free_port
+from tests.conftest import Experiment
 
 # Long enough to be interrupted, with a global batch that three ranks can share.
 LONG = {"data__name": "synthetic:3000", "train__epochs": 8, "dist__batch_size_per_gpu": 96}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return one.getsockname()[1]
 
 
 def experiment_in(folder: Path, **changes) -> Experiment:
@@ -192,63 +185,3 @@ def test_what_an_engine_says_in_pet_variables_makes_leader_and_worker_of_one_com
     assert code == 0, said
     assert end(second, 15)[0] == 0
     assert job.leading.json("models/receipt.json")["placement"]["nodes"] == 2
-
-
-def config(**changes) -> Config:
-    return Config.model_validate(settings(**changes))
-
-
-def test_an_engine_is_believed_or_told_what_is_missing() -> None:
-    assert engine(config(), {}) is None
-    assert engine(config(), {"PET_NNODES": "1:1"}) is None
-    named = {"PET_NNODES": "1:2", "PET_RDZV_ENDPOINT": "job-0:29500", "PET_NODE_RANK": "1"}
-    found = engine(config(), named)
-    assert found is not None
-    assert (found.nodes, found.leads, found.host, found.port) == (2, False, "job-0", 29500)
-    here = engine(config(), {"PET_NNODES": "2", "PET_MASTER_ADDR": "localhost"})
-    assert here is not None
-    assert (here.leads, here.port) == (True, 29500)
-    with pytest.raises(ConfigError, match="set world_size: 8"):
-        engine(config(), named | {"PET_NPROC_PER_NODE": "4"})
-    with pytest.raises(ConfigError, match="says where they meet"):
-        engine(config(), {"PET_NNODES": "2"})
-
-
-def test_several_machines_without_a_leader_are_refused_with_the_two_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"pipeline lead dvc repro.*pipeline join HOST.*nodes: 1"):
-        crew.spread(config(dist__nodes=2))
-    monkeypatch.setenv("LOCKSTEP_MEETING", "127.0.0.1:1")
-    monkeypatch.setenv("LOCKSTEP_NODES", "2")
-    assert crew.spread(config()).dist.nodes == 2
-    monkeypatch.setenv("LOCKSTEP_NODES", "3")
-    with pytest.raises(ConfigError, match=r"2 ranks cannot be spread evenly over 3 machines"):
-        crew.spread(config())
-
-
-def test_an_address_is_a_host_with_the_usual_port_or_its_own() -> None:
-    assert network.split("leader") == ("leader", 29400)
-    assert network.split("leader:1234") == ("leader", 1234)
-    assert network.split("[::1]:1234") == ("::1", 1234)
-    for wrong in ("leader:", ":29400", "leader:port"):
-        with pytest.raises(ConfigError, match="write HOST:PORT"):
-            network.split(wrong)
-
-
-def test_a_taken_port_is_named_with_another(experiment: Experiment) -> None:
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(MachineError, match=f"port {port}: .*--port"):
-            network.listen(port)
-        said = experiment.run("lead", "--port", str(port), "true", expect=4)
-    assert f"port {port}" in said
-
-
-def test_a_command_that_is_not_there_is_refused(experiment: Experiment) -> None:
-    assert "no program 'dvcc'" in experiment.run("lead", "dvcc", "repro", expect=2)
-    assert "no command" in experiment.run("lead", expect=2)
-
-
-def test_the_interface_towards_a_host_is_known() -> None:
-    assert network.own_address("127.0.0.1", 1) == "127.0.0.1"
-    assert network.interface("127.0.0.1") == "lo"
-    assert network.interface("203.0.113.77") is None

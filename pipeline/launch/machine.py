@@ -55,7 +55,7 @@ def check_writable(folder: Path) -> None:
     """MachineError where this user may not write, with what a container must be started with."""
     if not os.access(folder, os.W_OK):
         owner = folder.stat()
-        cure = f"let it run as its owner; with Compose: UID={owner.st_uid} GID={owner.st_gid} docker compose up"
+        cure = f"let it run as its owner; with Compose: env UID={owner.st_uid} GID={owner.st_gid} docker compose up"
         raise MachineError(f"{folder}: belongs to uid {owner.st_uid}, and uid {os.getuid()} may not write there; {cure}")
 
 
