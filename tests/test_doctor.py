@@ -163,11 +163,10 @@ def test_compose_is_told_by_its_version_and_an_old_one_is_wrong() -> None:
 
 
 @pytest.mark.docker
-def test_a_container_without_room_is_told_and_one_with_room_is_well(experiment: Experiment) -> None:
+def test_a_container_without_room_is_told_and_one_with_room_is_well(experiment: Experiment, image: str) -> None:
     def inside(*words: str, program: tuple[str, ...] = ("doctor", "--params", "/e/params.yaml"), expect: int = 0) -> str:
-        # The code of this checkout, in an image that may be older.
-        mounts = ("-v", f"{experiment.folder}:/e", "-v", f"{ROOT}/pipeline:/lockstep/pipeline:ro")
-        ended = subprocess.run(["docker", "run", "--rm", *mounts, *words, "lockstep", *program], capture_output=True, text=True)
+        command = ["docker", "run", "--rm", f"--volume={experiment.folder}:/e", *words, image, *program]
+        ended = subprocess.run(command, capture_output=True, text=True)
         assert ended.returncode == expect, ended.stdout + ended.stderr
         return ended.stdout
 
