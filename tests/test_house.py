@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pipeline.__main__ import COMMANDS
 from tests.conftest import ROOT
 
 PACKAGE = ROOT / "pipeline"
@@ -167,8 +168,21 @@ def test_no_broad_except() -> None:
                 assert not caught & {"Exception", "BaseException"}, path
 
 
-def test_the_lock_has_hashes_and_no_address() -> None:
-    text = (ROOT / "requirements.lock").read_text()
+def pins(lock: str) -> set[str]:
+    """What a lock names; every pin with its hashes, and no address."""
+    text = (ROOT / lock).read_text()
     assert "://" not in text
     assert "--index" not in text
-    assert "--hash=sha256:" in text
+    found = [line for line in text.splitlines() if line and not line.startswith(("#", " "))]
+    assert all("==" in line and line.endswith("\\") for line in found)
+    return set(found)
+
+
+def test_the_locks_have_hashes_and_no_address_and_what_runs_is_in_both() -> None:
+    assert pins("requirements.lock") < pins("requirements-dev.lock")
+
+
+def test_the_image_starts_every_command_by_its_name() -> None:
+    (line,) = [line for line in (ROOT / "deploy" / "entrypoint.sh").read_text().splitlines() if ") exec python" in line]
+    named = {name.strip() for name in line.split(")")[0].split("|")}
+    assert named == {"--help", *COMMANDS}
