@@ -34,10 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+    marked = {item: {mark.name for mark in item.iter_markers()} for item in items}
+    no_gpu = not torch.cuda.is_available()
+    no_engine = shutil.which("docker") is None or subprocess.run(["docker", "info"], capture_output=True).returncode != 0
+    for item, marks in marked.items():
+        if "gpu" in marks and no_gpu:
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
-        if item.get_closest_marker("docker") and subprocess.run(["docker", "info"], capture_output=True).returncode:
+        if "docker" in marks and no_engine:
             item.add_marker(pytest.mark.skip(reason="no Docker engine answers here"))
 
 

@@ -127,3 +127,11 @@ def test_a_change_of_code_rebuilds_in_seconds_and_two_builds_install_the_same(im
     sh("docker", "build", "--quiet", "--no-cache", "--tag", f"{image}:again", str(tree))
     contents = {sh("docker", "run", "--rm", name, "cat", "/etc/lockstep/image") for name in (f"{image}:changed", f"{image}:again")}
     assert len(contents) == 1
+
+
+def test_the_gpu_file_gives_each_service_its_own(project: Callable[..., Project]) -> None:
+    job = project("gpus", "docker-compose.gpu.yml")
+    services = json.loads(job.compose("config", "--format", "json", LEADER_GPUS="0", WORKER_GPUS="3"))["services"]
+    for service, gpu in (("leader", "0"), ("worker", "3")):
+        (device,) = services[service]["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["device_ids"], device["capabilities"]) == ("nvidia", [gpu], ["gpu"])
