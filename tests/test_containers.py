@@ -127,6 +127,7 @@ def test_a_change_of_code_rebuilds_in_seconds_and_two_builds_install_the_same(im
     sh("docker", "build", "--quiet", "--no-cache", "--tag", f"{image}:again", str(tree))
     contents = {sh("docker", "run", "--rm", name, "cat", "/etc/lockstep/image") for name in (f"{image}:changed", f"{image}:again")}
     assert len(contents) == 1
+    sh("docker", "image", "rm", f"{image}:changed", f"{image}:again")
 
 
 def test_the_gpu_file_gives_each_service_its_own(project: Callable[..., Project]) -> None:

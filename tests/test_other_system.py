@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,8 @@ def debian(tmp_path: Path) -> Iterator[list[str]]:
         yield ["docker", "exec", f"--user={USER}", "--env=HOME=/home/user", "--workdir=/home/user/lockstep", name]
     finally:
         subprocess.run(["docker", "rm", "--force", name], capture_output=True, check=True)
+        # With its environment of 6 GB.
+        shutil.rmtree(clone)
 
 
 def test_make_repro_and_the_fast_tests_pass_on_debian_13(debian: list[str], tmp_path: Path) -> None:
