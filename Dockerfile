@@ -42,6 +42,7 @@ RUN apt-get update \
 COPY deploy/postgres.sh /usr/local/bin/
 ENV PATH=/usr/lib/postgresql/15/bin:$PATH
 # Its files lie in a volume, and it starts only as a user with a name.
+# hadolint ignore=DL3066
 USER postgres
 ENTRYPOINT ["postgres.sh"]
 
