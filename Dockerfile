@@ -44,6 +44,8 @@ ENV PATH=/usr/lib/postgresql/15/bin:$PATH
 # Its files lie in a volume, and it starts only as a user with a name.
 # hadolint ignore=DL3066
 USER postgres
+# Without waiting for its clients to go.
+STOPSIGNAL SIGINT
 ENTRYPOINT ["postgres.sh"]
 
 FROM system AS lockstep

@@ -45,7 +45,7 @@ def make(group: ranks.Ranks, model_name: str, reduction: str, batch: tuple[torch
 def main() -> None:
     model_name, pairs, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     torch.set_num_threads(1)
-    group = ranks.join("cpu", "gloo", ranks.seat(60), 60)
+    group = ranks.join("cpu", "gloo", ranks.seat(2, 60), 60)
     source = torch.Generator().manual_seed(0)
     images = torch.randn(BATCH_PER_RANK, 1, 28, 28, generator=source).contiguous(memory_format=torch.channels_last)
     batch = images, torch.randint(10, (BATCH_PER_RANK,), generator=source)

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -46,6 +47,17 @@ def main() -> int:
     return code
 
 
+def number(least: int, most: int) -> Callable[[str], int]:
+    """A whole number between two, for argparse."""
+
+    def read(text: str) -> int:
+        if not text.isdigit() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} to {most}")
+        return int(text)
+
+    return read
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     whole = argparse.ArgumentParser(prog="python -m pipeline", description="Train image models with the same bits on any number of ranks.")
@@ -56,8 +68,8 @@ def parser() -> argparse.ArgumentParser:
         each[name].add_argument(
             "--params", type=Path, default=Path("params.yaml"), help="the experiment; all paths are relative to its folder"
         )
-    each["lead"].add_argument("--workers", type=int, help="machines beside this one (default: dist.nodes less one)")
-    each["lead"].add_argument("--port", type=int, help="where workers join (default: 29400)")
+    each["lead"].add_argument("--workers", type=number(0, 10000), help="machines beside this one (default: dist.nodes less one)")
+    each["lead"].add_argument("--port", type=number(1, 65535), help="where workers join (default: 29400)")
     each["lead"].add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND…", help="what to run, with its own arguments")
     each["join"].add_argument("leader", metavar="HOST[:PORT]", help="where `lead` runs")
     each["doctor"].add_argument("--leader", metavar="HOST[:PORT]", help="also look whether a leader can be reached")

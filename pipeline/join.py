@@ -7,6 +7,8 @@ import socket
 import time
 from dataclasses import asdict
 
+from pydantic import ValidationError
+
 from pipeline import prepare
 from pipeline.config import Config, ConfigError, DataError, MachineError, PeerError
 from pipeline.data import store
@@ -54,39 +56,54 @@ class Worker:
         self._meeting.append("workers", self._name)
         log.info("joined %s; waiting for a job", where)
         self.stopped = False
+        self._count, self._beat, self._beat_at = 0, 0, 0.0
 
     def work(self) -> int:
         """Serve one job after the other until the leader ends."""
-        count = 0
         while True:
             verdict = self._meeting.get("verdict")
             if verdict is not None:
                 log.info("the leader has ended with %d", verdict)
                 self._meeting.append("goodbyes", self._name)
                 return int(verdict)
-            for value in self._meeting.since("calls", count):
-                count += 1
-                self._serve(Call.model_validate(value))
+            for value in self._meeting.since("calls", self._count):
+                self._count += 1
+                try:
+                    call = Call.model_validate(value)
+                except ValidationError:
+                    log.info("cannot take part: this is another version of the code than the leader's")
+                    self._answer(str(value["id"]), "has another version of the code")
+                else:
+                    self._serve(call)
             time.sleep(0.2)
 
+    def _answer(self, call: str, complaint: str | None) -> None:
+        own = {"worker": self._name, "host": socket.gethostname(), "leader": self._leader_address}
+        answer = Answer.model_validate(own | {"clock": time.time(), "complaint": complaint})
+        self._meeting.append(f"{call}/answers", answer.model_dump())
+
     def _serve(self, call: Call) -> None:
-        """Take part in a job from its call to its end."""
+        """Take part in a job from its call to its end; as a spare, only when another worker is lost."""
         if self._over(call):
             return
         job, complaint = self._prepared(call)
-        answer = Answer(host=socket.gethostname(), leader=self._leader_address, complaint=complaint)
-        self._meeting.append(f"{call.id}/answers", answer.model_dump())
+        self._answer(call.id, complaint)
         if complaint:
             log.info("cannot take part: %s", complaint)
-        else:
-            log.info("%s %s: run %s", call.stage, call.config.model.name, call.run)
-            while not self._over(call) and not self.stopped:
-                self._run_ranks(call, job)
-                self._wait(call)
+        told = bool(complaint)
         while not self._over(call):
             if self.stopped:
                 raise PeerError(f"{self._host}: the leader did not end the job in {ENDING_SECONDS} s")
-            time.sleep(0.2)
+            if not complaint and self._admitted(call):
+                log.info("%s %s: run %s", call.stage, call.config.model.name, call.run)
+                self._run_ranks(call, job)
+                self._wait(call)
+            elif not told and self._meeting.get(f"{call.id}/crew"):
+                log.info("%s %s: enough others take part; waiting as a spare", call.stage, call.config.model.name)
+                told = True
+            if not complaint:
+                self.beat(call)
+            time.sleep(0.1)
 
     def _prepared(self, call: Call) -> tuple[Job, str | None]:
         """The job with this machine's files, its data prepared here where they are not; what is wrong, if anything is."""
@@ -99,13 +116,15 @@ class Worker:
             run=self._paths.runs / call.run,
         )
         try:
-            place(call.config, machine.look())
+            placed = place(call.config, machine.look())
             self._prepare(call)
-            own = likeness(job)
+            own = likeness(job) | {"device and backend": f"{placed.device}, {placed.backend}"}
         except (ConfigError, DataError, MachineError, OSError) as error:
             return job, str(error)
         different = [
-            f"{name}: {own[name]!r} here, {value!r} with the leader" for name, value in call.likeness.items() if own[name] != value
+            f"{name}: {own.get(name)!r} here, {value!r} with the leader"
+            for name, value in (call.likeness | {"device and backend": f"{call.device}, {call.backend}"}).items()
+            if own.get(name) != value
         ]
         return job, f"would compute other bits: {'; '.join(different)}" if different else None
 
@@ -133,23 +152,40 @@ class Worker:
             interface=interface(address) or "lo",
         )
         watch = torchrun.run(MODULES[call.stage], job, node, None, _Observer(self, call))
-        self.stopped |= watch.stopped_by is not None
+        if watch.stopped_by is not None:
+            self.stopped = True
+            # Ranks that were not yet in their loop, or not any more, could not agree on it.
+            with contextlib.suppress(PeerError):
+                self._meeting.put(f"{call.id}/leaving", self._name)
 
     def _wait(self, call: Call) -> None:
         """The ranks here are done; the leader ends the job, or it is begun again."""
         until = time.monotonic() + ENDING_SECONDS
-        while time.monotonic() < until and not self._over(call):
+        while time.monotonic() < until and not self._over(call) and self._admitted(call):
+            self.beat(call)
             time.sleep(0.2)
 
     def _over(self, call: Call) -> bool:
-        return self._meeting.get(f"{call.id}/over") is not None or self._meeting.get("verdict") is not None
+        """Whether a job has ended, in its leader's words, with all of the leader's work, or because the leader is at another one."""
+        ended = (f"{call.id}/over", "verdict", f"calls/{self._count + 1}")
+        return any(self._meeting.get(name) is not None for name in ended)
+
+    def _admitted(self, call: Call) -> bool:
+        return self._name in (self._meeting.get(f"{call.id}/crew") or [])
 
     def over(self, call: Call) -> bool:
-        """Whether there is nothing more to do for a job; also where the leader is gone."""
+        """Whether there is nothing more to do for a job, or others do it; also where the leader is gone."""
         try:
-            return self._over(call)
+            return self._over(call) or not self._admitted(call)
         except PeerError:
             return True
+
+    def beat(self, call: Call) -> None:
+        """Now and then, let the leader know that this worker is alive."""
+        if time.monotonic() - self._beat_at > 1:
+            self._beat, self._beat_at = self._beat + 1, time.monotonic()
+            with contextlib.suppress(PeerError):
+                self._meeting.put(f"{call.id}/beats/{self._name}", self._beat)
 
     def tell(self, call: Call, failure: Failure) -> None:
         """Let the leader know of a failure here."""
@@ -171,8 +207,13 @@ class _Observer:
 
     def heard(self) -> list[Failure]:
         """The leader is told, and tells nothing."""
+        self._worker.beat(self._call)
         return []
 
+    def asked_to_stop(self) -> bool:
+        """The leader stops its own ranks, and they tell these."""
+        return False
+
     def over(self, idle_seconds: float) -> bool:
-        """Whether the leader has ended the job, or is gone."""
+        """Whether the leader has ended the job, does without this worker, or is gone."""
         return self._worker.over(self._call)

@@ -23,7 +23,7 @@ from pipeline.launch.processes import dies_with_parent
 log = logging.getLogger(__name__)
 
 # Workers that start together with the leader need this long to come, and hear of a command that had nothing to do for them.
-COME_SECONDS = 20
+COME_SECONDS = 60
 # How long they may take to hear the verdict.
 GOODBYE_SECONDS = 5
 
@@ -42,7 +42,8 @@ def run(config: Config, paths: Paths, words: list[str], workers: int | None, por
     number = given.port if given else port or PORT
     started_at = time.monotonic()
     listening = listen(number)
-    log.info("leading %d machines; a worker is started with: python -m pipeline join %s:%d", nodes, os.uname().nodename, number)
+    others = f"{nodes - 1} workers" if nodes > 2 else "1 worker" if nodes == 2 else "no worker: dist.nodes is 1, unless you say --workers"
+    log.info("leading %s; a worker is started with: python -m pipeline join %s:%d", others, os.uname().nodename, number)
     variables = os.environ | {MEETING: f"127.0.0.1:{number}", NODES: str(nodes)}
     # A session of its own: signals reach us alone, and we decide what becomes of them.
     process = subprocess.Popen(words, env=variables, start_new_session=True, preexec_fn=dies_with_parent())
@@ -67,7 +68,9 @@ def _passing_on(process: "subprocess.Popen[bytes]") -> Generator[None]:
             os.killpg(process.pid, number if asked else signal.SIGINT)
         asked = True
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    # Under nohup the end of a terminal is no reason to stop.
+    numbers = [one for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
+    before = {number: signal.signal(number, pass_on) for number in numbers}
     try:
         yield
     finally:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from pipeline.config import MachineError
+
 T = TypeVar("T")
 
 
@@ -80,13 +82,16 @@ class Seat:
     size: int
 
 
-def seat(timeout_seconds: float) -> Seat:
+def seat(world_size: int, timeout_seconds: float) -> Seat:
     """Where torchrun has put this process, counted from the leader: the rank that writes the files is the leader's first.
 
     The store is new in every attempt. torchrun would keep one through all restarts (torch 2.14): a rank of the second attempt
     then reads where a rank of the first one listened, and waits for it until its timeout.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size != world_size:
+        # torchrun takes a machine for dead whose clock is 15 s off, and then begins without it.
+        raise MachineError(f"torchrun has brought {size} of {world_size} ranks together; see that the machines' clocks agree")
     host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_seconds)
     store = dist.TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=timeout)  # pyright: ignore[reportPrivateImportUsage]
     store = PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], store)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import ranks
 from pipeline.config import Config, ConfigError, MachineError
 from pipeline.launch import crew, network
 from pipeline.launch import fingerprint as fingerprints
@@ -159,3 +160,10 @@ def test_the_interface_towards_a_host_is_known() -> None:
     assert network.own_address("127.0.0.1", 1) == "127.0.0.1"
     assert network.interface("127.0.0.1") == "lo"
     assert network.interface("203.0.113.77") is None
+
+
+def test_a_group_that_is_not_whole_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MachineError, match=r"1 of 2 ranks together.*clocks"):
+        ranks.seat(2, 5)

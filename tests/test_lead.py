@@ -93,7 +93,12 @@ def test_two_machines_with_files_of_their_own_end_in_the_bits_of_one(tmp_path: P
 def test_a_spare_worker_takes_the_place_of_a_killed_one_and_no_bit_changes(tmp_path: Path, reference: str) -> None:
     job = Job(tmp_path, workers=2, **LONG | {"dist__world_size": 3, "dist__batch_size_per_gpu": 64, "dist__lanes_per_rank": [1, 2, 1]})
     workers, leader = [job.join(), job.join(), job.join()], job.lead()
-    job.wait_for_steps(30)
+    job.wait_for_steps(20)
+    # All start again, and the spare does not take the leader's place.
+    (rank,) = ranks_below(leader)
+    rank.kill()
+    job.wait_for_steps(40)
+    assert [len(ranks_below(one)) for one in workers].count(1) == 2
     working = next(one for one in workers if ranks_below(one))
     for process in [*psutil.Process(working.pid).children(recursive=True), working]:
         process.kill()
@@ -136,6 +141,22 @@ def test_a_signal_to_either_stops_both_and_the_job_goes_on_from_there(tmp_path: 
     assert "going on from" in said
     assert end(worker, 15)[0] == 0
     assert digest(job.leading) == reference
+
+
+@pytest.mark.slow
+def test_after_a_killed_training_the_next_one_of_the_same_leader_has_its_workers(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    train = f"{sys.executable} -m pipeline train --params {job.leading.params}"
+    worker, leader = job.join(), job.lead("sh", "-c", f"{train}; {train}")
+    job.wait_for_steps(2)
+    (first,) = [one for one in psutil.Process(leader.pid).children() if "train" in one.cmdline()] or [
+        below for one in psutil.Process(leader.pid).children() for below in one.children()
+    ]
+    first.kill()
+    code, said = end(leader, 120)
+    assert code == 0, said
+    assert end(worker, 15)[0] == 0
+    assert [one["outcome"] for one in job.leading.journal("ended")][-1] == "done"
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The machines of one job: the leader calls, workers answer, and each hears how the others fare."""
 
+import contextlib
 import os
 import socket
 import time
@@ -20,6 +21,10 @@ from pipeline.launch.torchrun import Failure, Node
 
 # How long a leader waits for the workers of a job.
 COME_SECONDS = 600
+# A worker that has been silent for so long is lost: as long as torchrun's own agents.
+SILENT_SECONDS = 15
+# torchrun compares the times of two machines' clocks.
+CLOCK_SECONDS = 5
 
 
 class Call(BaseModel):
@@ -42,8 +47,10 @@ class Answer(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    worker: str
     host: str
     leader: str
+    clock: float
     complaint: str | None
 
 
@@ -70,6 +77,8 @@ def likeness(job: Job) -> dict[str, str]:
 class Alone:
     """The crew of a job on one machine."""
 
+    leaving = False
+
     def __init__(self, job: Job):
         self.node = Node(job.config.dist.world_size, job.config.dist.threads_per_rank)
 
@@ -82,14 +91,18 @@ class Alone:
 
 
 class Crew:
-    """The machines of a job, as its leader sees them."""
+    """The machines of a job, as its leader sees them: exactly as many workers are admitted as it needs, the others are spare."""
 
     def __init__(self, stage: Literal["train", "evaluate"], job: Job, say: Callable[[str], None]):
         host, port = split(os.environ[MEETING])
-        self._meeting = Meeting(host, port)
-        self._heard, self._nodes, dist = 0, job.config.dist.nodes, job.config.dist
+        self._meeting, self._say = Meeting(host, port), say
+        self._wanted, dist = job.config.dist.nodes - 1, job.config.dist
         node = Node(dist.world_size // dist.nodes, dist.threads_per_rank, dist.nodes, endpoint=f"{host}:{port}")
-        self._id = node.job_id
+        self._id, self._answers, self._failures, self._dismissed = node.job_id, list[Answer](), 0, False
+        self._admitted: list[str] = []
+        # The last beat of every worker, and when it was new.
+        self._beats: dict[str, tuple[int, float]] = {}
+        self._reviewed_at, self.leaving = 0.0, False
         call = Call(
             id=self._id,
             stage=stage,
@@ -101,49 +114,89 @@ class Crew:
             likeness=likeness(job),
         )
         self._meeting.append("calls", call.model_dump())
-        address = self._address(self._gather(say, port))
+        self._gather(port)
+        address = self._address()
         self.node = replace(node, address=address, interface=interface(address) or "lo")
 
-    def _gather(self, say: Callable[[str], None], port: int) -> list[Answer]:
+    def _gather(self, port: int) -> None:
         """Wait until enough workers have answered."""
         until, told = time.monotonic() + COME_SECONDS, -1
         while True:
-            answers = [Answer.model_validate(one) for one in self._meeting.since(f"{self._id}/answers", 0)]
-            for answer in answers:
+            for answer in self._new_answers():
                 if answer.complaint:
                     self.dismiss(MachineError.exit_code)
                     raise MachineError(f"worker {answer.host}: {answer.complaint}")
-            missing = self._nodes - 1 - len(answers)
+            self._review()
+            missing = self._wanted - len(self._admitted)
             if missing <= 0:
-                return answers
+                return
             if told != missing and time.monotonic() > until - COME_SECONDS + 1:
-                say(f"waiting for {missing} of {self._nodes - 1} workers: python -m pipeline join {socket.gethostname()}:{port}")
+                self._say(f"waiting for {missing} of {self._wanted} workers: python -m pipeline join {socket.gethostname()}:{port}")
                 told = missing
             if time.monotonic() > until:
                 self.dismiss(PeerError.exit_code)
-                raise PeerError(f"{missing} of {self._nodes - 1} workers did not come in {COME_SECONDS} s; start them, or lead fewer")
+                raise PeerError(f"{missing} of {self._wanted} workers did not come in {COME_SECONDS} s; start them, or lead fewer")
             time.sleep(0.1)
 
-    def _address(self, answers: list[Answer]) -> str:
+    def _new_answers(self) -> list[Answer]:
+        """Answers since the last time; one whose clock is off gets a complaint, as torchrun would take that machine for dead."""
+        found: list[Answer] = []
+        for value in self._meeting.since(f"{self._id}/answers", len(self._answers)):
+            answer = Answer.model_validate(value)
+            off_seconds = answer.clock - time.time()
+            self._answers.append(answer)
+            if abs(off_seconds) > CLOCK_SECONDS and not answer.complaint:
+                answer = answer.model_copy(update={"complaint": f"its clock is {off_seconds:.0f} s off; set both clocks, such as by NTP"})
+            if not answer.complaint:
+                self._beats[answer.worker] = (-1, time.monotonic())
+            found.append(answer)
+        return found
+
+    def _review(self) -> None:
+        """Let go of workers that are silent, and admit others in their place."""
+        now = time.monotonic()
+        for worker, (beat, _) in self._beats.items():
+            newest: int | None = self._meeting.get(f"{self._id}/beats/{worker}")
+            if newest is not None and newest != beat:
+                self._beats[worker] = (newest, now)
+        alive = [worker for worker, (_, at) in self._beats.items() if now - at < SILENT_SECONDS]
+        crew = [worker for worker in self._admitted if worker in alive]
+        crew += [worker for worker in alive if worker not in crew][: self._wanted - len(crew)]
+        if crew != self._admitted:
+            self._admitted = crew
+            self._meeting.put(f"{self._id}/crew", crew)
+
+    def _address(self) -> str:
         """The address of ours that the workers reach; not the loopback's where one of them comes from outside."""
-        known = [one.leader.removeprefix("::ffff:") for one in answers if interface(one.leader)]
+        known = [one.leader.removeprefix("::ffff:") for one in self._answers if interface(one.leader)]
         outward = [address for address in known if interface(address) != "lo"]
         return (outward or known or [own_address("8.8.8.8", 53)])[0]
 
     def heard(self) -> list[Failure]:
-        """What workers have told of failures since the last time."""
+        """What workers have told of failures since the last time; now and then, who is still there."""
         try:
-            new = self._meeting.since(f"{self._id}/failures", self._heard)
+            new = self._meeting.since(f"{self._id}/failures", self._failures)
+            if time.monotonic() - self._reviewed_at > 1:
+                self._reviewed_at = time.monotonic()
+                for answer in self._new_answers():
+                    if answer.complaint:
+                        self._say(f"worker {answer.host} cannot take part: {answer.complaint}")
+                self._review()
+                self.leaving = self._meeting.get(f"{self._id}/leaving") is not None
         except PeerError:
             # Without `lead` above us this job is about to be stopped.
             return []
-        self._heard += len(new)
+        self._failures += len(new)
         return [Failure(**one) for one in new]
 
     def dismiss(self, exit_code: int) -> None:
-        """Tell the workers that the job is over, and how."""
-        self._meeting.put(f"{self._id}/over", exit_code)
-        self._meeting.put("last", exit_code)
+        """Tell the workers that the job is over, and how; once."""
+        if self._dismissed:
+            return
+        self._dismissed = True
+        with contextlib.suppress(PeerError):
+            self._meeting.put(f"{self._id}/over", exit_code)
+            self._meeting.put("last", exit_code)
 
 
 def gather(stage: Literal["train", "evaluate"], job: Job, say: Callable[[str], None]) -> Alone | Crew:

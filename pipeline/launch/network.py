@@ -16,7 +16,7 @@ def split(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     if not colon:
         return address, PORT
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"{address!r} is no address; write HOST:PORT, such as leader:{PORT}")
     return host.strip("[]"), int(port)
 

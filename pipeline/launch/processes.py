@@ -97,7 +97,12 @@ class Stopper:
 
     def if_orphaned(self) -> None:
         """DVC has gone and left us running: nobody would hear of the end, so stop and keep what there is."""
-        if self.signal is None and self._dvc is not None and not _is_dvc(self._dvc):
+        if self._dvc is not None and not _is_dvc(self._dvc):
+            self.ask()
+
+    def ask(self) -> None:
+        """Ask the child to stop, unless it was asked before."""
+        if self.signal is None:
             self._on_signal(signal.SIGTERM, None)
 
 

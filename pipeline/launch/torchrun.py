@@ -96,6 +96,10 @@ class Observer(Protocol):
         """Called all the time; what has failed on other machines since."""
         ...
 
+    def asked_to_stop(self) -> bool:
+        """Whether another machine of the job was told to stop."""
+        ...
+
     def over(self, idle_seconds: float) -> bool:
         """Whether the job is over though torchrun still runs; for so long it has had no rank."""
         ...
@@ -103,7 +107,7 @@ class Observer(Protocol):
 
 def run(module: str, job: Job, node: Node, lock: int | None, observer: Observer) -> Watch:
     """Run a module on this machine's ranks; the observer hears of every failure."""
-    logs = job.run / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}"
+    logs = job.run / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}-{os.getpid()}"
     logs.mkdir(parents=True, exist_ok=True)
     write_whole(logs / "job.json", job.model_dump_json().encode())
     watch = Watch()
@@ -130,6 +134,8 @@ def _follow(process: "subprocess.Popen[str]", node: Node, stopper: Stopper, read
         for failure in observer.heard():
             reader.take(failure)
         stopper.if_orphaned()
+        if observer.asked_to_stop():
+            stopper.ask()
         now = time.monotonic()
         if node.nodes > 1 and now - looked_at > 0.5:
             looked_at = now

@@ -38,12 +38,10 @@ class Work:
     def run(self, module: str, opening: dict[str, Any], tags: dict[str, Any], progress: Progress, publish: Publish) -> int:
         """Start the ranks and see them to their end; `publish`, given MLflow's run id, says in a line what came of it."""
         crew = crews.gather(self._stage, self._job, progress.say)
-        code = PeerError.exit_code
         try:
-            code = self._run(module, crew, self._opened(opening, tags), progress, publish)
+            return self._run(module, crew, self._opened(opening, tags), progress, publish)
         finally:
-            crew.dismiss(code)
-        return code
+            crew.dismiss(PeerError.exit_code)
 
     def _opened(self, opening: dict[str, Any], tags: dict[str, Any]) -> Journal:
         """The journal, with the lines that begin a run and this start of it."""
@@ -71,6 +69,8 @@ class Work:
             except (OSError, MachineError) as error:
                 end = outcome.unpublished(end, error, self.command)
                 said = outcome.message(end)
+        # Workers wait for no MLflow.
+        crew.dismiss(end.exit_code or 0)
         progress.say(said)
         journal.event("ended", stage=self._stage, outcome=end.outcome, cause=end.cause)
         journal.close()
@@ -105,6 +105,10 @@ class _Observer:
         """Show progress; what the other machines tell."""
         self._progress.tick()
         return self._crew.heard()
+
+    def asked_to_stop(self) -> bool:
+        """Whether a worker was told to."""
+        return self._crew.leaving
 
     def over(self, idle_seconds: float) -> bool:
         """Whether the ranks have said their last word, and torchrun waits for one that was stopped elsewhere."""

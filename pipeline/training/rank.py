@@ -50,7 +50,7 @@ def main(job: Job) -> None:
 def joined(job: Job) -> Generator[Ranks]:
     """This process as a rank: bits fixed, group joined, and left again."""
     fix_bits(job)
-    group = ranks.join(job.device, job.backend, ranks.seat(TIMEOUT_SECONDS), TIMEOUT_SECONDS)
+    group = ranks.join(job.device, job.backend, ranks.seat(job.config.dist.world_size, TIMEOUT_SECONDS), TIMEOUT_SECONDS)
     yield group
     # Not after an error: a peer may wait for this rank in a collective, and leaving would wait for the peer.
     ranks.leave(group)
