@@ -53,7 +53,7 @@ FROM system AS lockstep
 RUN install -d -m 1777 /mlflow
 COPY --from=torch /opt/venv /opt/venv
 COPY --from=rest /opt/venv /opt/venv
-COPY deploy/entrypoint.sh /usr/local/bin/
+COPY deploy/entrypoint.sh deploy/mlflow-server.sh /usr/local/bin/
 WORKDIR /lockstep
 COPY requirements.lock dvc.yaml params.yaml ./
 COPY pipeline pipeline

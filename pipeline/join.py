@@ -49,7 +49,10 @@ class Worker:
     def __init__(self, paths: Paths, host: str, port: int):
         self._paths, self._host, self._port = paths, host, port
         where = f"{host}:{port}"
-        self._leader_address = reach(host, port, LEADER_SECONDS, lambda why: log.info("waiting for a leader at %s (%s)", where, why))
+        log.info("joining the leader at %s", where)
+        self._leader_address = reach(
+            host, port, LEADER_SECONDS, lambda why: log.info("waiting for it, for %d s at most (%s)", LEADER_SECONDS, why)
+        )
         self._meeting = Meeting(host, port)
         # A container that was started again is the same worker.
         self._name = f"{socket.gethostname()}/{os.getpid()}"
@@ -65,7 +68,8 @@ class Worker:
             if verdict is not None:
                 log.info("the leader has ended with %d", verdict)
                 self._meeting.append("goodbyes", self._name)
-                return int(verdict)
+                # A restart policy is for workers that die: after a verdict there is nothing to come back to.
+                return 0 if os.environ.get("LOCKSTEP_RESTART", "no") != "no" else int(verdict)
             for value in self._meeting.since("calls", self._count):
                 self._count += 1
                 try:

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from threading import Event
 from types import FrameType
 
 from pipeline import join
@@ -47,23 +48,27 @@ def run(config: Config, paths: Paths, words: list[str], workers: int | None, por
     variables = os.environ | {MEETING: f"127.0.0.1:{number}", NODES: str(nodes)}
     # A session of its own: signals reach us alone, and we decide what becomes of them.
     process = subprocess.Popen(words, env=variables, start_new_session=True, preexec_fn=dies_with_parent())
-    with _passing_on(process):
+    with _passing_on(process) as hurried:
         # While the command begins: this imports torch.
         meeting = Meeting("127.0.0.1", number, listening)
-        code = process.wait()
-    verdict = _verdict(code, meeting)
-    meeting.put("verdict", verdict)
-    _say_goodbye(meeting, nodes - 1, started_at)
+        verdict = _verdict(process.wait(), meeting)
+        meeting.put("verdict", verdict)
+        _say_goodbye(meeting, nodes - 1, started_at, hurried)
     return verdict
 
 
 @contextmanager
-def _passing_on(process: "subprocess.Popen[bytes]") -> Generator[None]:
-    """The first signal reaches the command as Ctrl-C, the only one that DVC leaves to its stage; the second as it is."""
-    asked = False
+def _passing_on(process: "subprocess.Popen[bytes]") -> Generator[Event]:
+    """The first signal reaches the command as Ctrl-C, the only one that DVC leaves to its stage; the second as it is.
+
+    The event tells of one that came when the command had ended.
+    """
+    asked, hurried = False, Event()
 
     def pass_on(number: int, _: FrameType | None) -> None:
         nonlocal asked
+        if process.returncode is not None:
+            hurried.set()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number if asked else signal.SIGINT)
         asked = True
@@ -72,7 +77,7 @@ def _passing_on(process: "subprocess.Popen[bytes]") -> Generator[None]:
     numbers = [one for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
     before = {number: signal.signal(number, pass_on) for number in numbers}
     try:
-        yield
+        yield hurried
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -86,12 +91,14 @@ def _verdict(code: int, meeting: Meeting) -> int:
     return last if code and last else code
 
 
-def _say_goodbye(meeting: Meeting, expected: int, started_at: float) -> None:
+def _say_goodbye(meeting: Meeting, expected: int, started_at: float, hurried: Event) -> None:
     """Keep the meeting open until the workers have heard; those that are still starting too."""
-    until = max(started_at + COME_SECONDS, time.monotonic() + GOODBYE_SECONDS)
-    while time.monotonic() < until:
-        came, left = set(meeting.since("workers", 0)), set(meeting.since("goodbyes", 0))
-        late = time.monotonic() > started_at + COME_SECONDS
-        if came <= left and (late or len(came) >= expected):
+    came: set[str] = set()
+    changed_at = time.monotonic()
+    while not hurried.wait(0.1):
+        now, before = time.monotonic(), came
+        came = set(meeting.since("workers", 0))
+        changed_at = now if came != before else changed_at
+        nobody_more = len(came) >= expected or now > started_at + COME_SECONDS
+        if nobody_more and (came <= set(meeting.since("goodbyes", 0)) or now > changed_at + GOODBYE_SECONDS):
             return
-        time.sleep(0.1)

@@ -146,7 +146,7 @@ def readme_commands() -> list[str]:
 
 
 def needs_docker(command: str) -> bool:
-    return "docker" in command or command == "make up"
+    return "docker" in command or command == "make up" or "experiment/" in command or ".env" in command
 
 
 @pytest.fixture

@@ -33,8 +33,8 @@ class Meeting:
             self._store = TCPStore(
                 host, port, is_master=descriptor is not None, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
             )
-        except RuntimeError as error:
-            raise self._lost(error) from None
+        except RuntimeError:
+            raise PeerError(f"{self._where}: somebody answers, but no leader; is the port right?") from None
 
     def put(self, name: str, value: Any) -> None:
         """Set a value."""
@@ -66,4 +66,4 @@ class Meeting:
         return found
 
     def _lost(self, error: RuntimeError) -> PeerError:
-        return PeerError(f"{self._where}: the leader is gone ({' '.join(str(error).split())[:200]}); start it again, and then join again")
+        return PeerError(f"{self._where}: the leader is gone ({str(error).splitlines()[0][:200]}); start it again, and then join again")

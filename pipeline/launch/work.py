@@ -90,10 +90,11 @@ class _Observer:
 
     def __init__(self, job: Job, crew: Alone | Crew, progress: Progress):
         self._job, self._crew, self._progress = job, crew, progress
-        self._waiting = False
+        self._waiting, self._lost = False, False
 
     def failed(self, failure: Failure) -> None:
         """Say of every failure what happened and what becomes of it."""
+        self._lost = True
         if failure.exit_code in torchrun.FINAL_EXITS or failure.attempt >= torchrun.MAX_RESTARTS:
             return
         step = journals.last(self._job.journal, "metrics").get("step", 0)
@@ -117,7 +118,7 @@ class _Observer:
             return False
         if journals.last(self._job.journal, "started", "finished", "stopped").get("kind") != "started":
             return True
-        if not self._waiting and idle_seconds > WAITING_SECONDS:
+        if self._lost and not self._waiting and idle_seconds > WAITING_SECONDS:
             self._progress.say(f"waiting for a lost worker to come back, for {torchrun.RETURN_SECONDS} s at most")
             self._waiting = True
         return False
