@@ -136,3 +136,11 @@ def test_the_gpu_file_gives_each_service_its_own(project: Callable[..., Project]
     for service, gpu in (("leader", "0"), ("worker", "3")):
         (device,) = services[service]["deploy"]["resources"]["reservations"]["devices"]
         assert (device["driver"], device["device_ids"], device["capabilities"]) == ("nvidia", [gpu], ["gpu"])
+
+
+def test_mlflows_store_serves_the_next_user_too(project: Callable[..., Project]) -> None:
+    job = project("users")
+    for uid in (str(USER), "4321"):
+        job.compose("up", "--detach", "mlflow", UID=uid, GID=uid)
+        job.api("experiments/create", name=f"of {uid}")
+    assert {one["name"] for one in job.api("experiments/search?max_results=9")["experiments"]} >= {f"of {USER}", "of 4321"}
