@@ -49,8 +49,8 @@ STOPSIGNAL SIGINT
 ENTRYPOINT ["postgres.sh"]
 
 FROM system AS lockstep
-# The server keeps its files in a volume, which takes this folder's mode: any uid may write.
-RUN install -d -m 1777 /mlflow
+# The server keeps its files in a volume, which takes this folder's mode: any uid may write. In a sticky folder none may open another's.
+RUN install -d -m 777 /mlflow
 COPY --from=torch /opt/venv /opt/venv
 COPY --from=rest /opt/venv /opt/venv
 COPY deploy/entrypoint.sh deploy/mlflow-server.sh /usr/local/bin/

@@ -9,4 +9,6 @@ for path in /mlflow/mlflow.db /mlflow/artifacts; do
   fi
 done
 umask 000
+# SQLite would make it for its owner alone.
+[ -e /mlflow/mlflow.db ] || : >/mlflow/mlflow.db
 exec mlflow server "$@"

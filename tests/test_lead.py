@@ -191,7 +191,7 @@ def test_workers_leave_with_the_verdict_also_when_there_was_nothing_to_train(tmp
         leader, worker = job.lead("sh", "-c", f"exit {code}"), job.join()
         assert end(leader, 30)[0] == code
         assert end(worker, 30)[0] == code
-        assert time.monotonic() - started_at < 20
+        assert time.monotonic() - started_at < 40
 
 
 @pytest.mark.slow
