@@ -86,6 +86,7 @@ class Dist(Section):
     lanes: int | None = Field(default=4, ge=1)
     lanes_per_rank: list[int] | None = None
     threads_per_rank: int = Field(default=1, ge=1)
+    timeout_seconds: int = Field(default=300, ge=5)
 
     @property
     def global_batch(self) -> int:

@@ -1,5 +1,6 @@
 """Where the files of an experiment are, and how one is written so that nobody sees half of it."""
 
+import errno
 import os
 import shutil
 import tempfile
@@ -9,14 +10,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+def check_room(folder: Path, needed_bytes: int) -> None:
+    """OSError where so much does not fit into a folder."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed_bytes:,} bytes are needed, {free_bytes:,} are free", str(folder))
+
+
 def write_whole(path: Path, content: bytes) -> None:
-    """A reader sees the old file or the new one, also after a power cut."""
+    """A reader sees the old file or the new one, also after a power cut; where it does not fit, nothing is left of the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    check_room(path.parent, len(content))
     scratch = path.with_name(f".{path.name}.partial")
-    with scratch.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with scratch.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        check_room(path.parent, len(content))
+        raise
     os.replace(scratch, path)
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)

@@ -16,11 +16,12 @@ from pipeline.files import Paths
 from pipeline.job import Job
 from pipeline.launch import machine, torchrun
 from pipeline.launch.crew import Answer, Call, likeness
+from pipeline.launch.failure import Failure
 from pipeline.launch.meeting import Meeting
 from pipeline.launch.network import interface, own_address, reach, split
 from pipeline.launch.outcome import STOPPED, describe
 from pipeline.launch.placement import place
-from pipeline.launch.torchrun import Failure, Node
+from pipeline.launch.torchrun import Node
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ class Worker:
 
     def tell(self, call: Call, failure: Failure) -> None:
         """Let the leader know of a failure here."""
-        log.info("%s", describe(failure))
+        log.info("%s", describe(failure, call.config))
         told = {name: value for name, value in asdict(failure).items() if name != "at"} | {"host": socket.gethostname()}
         with contextlib.suppress(PeerError):
             self._meeting.append(f"{call.id}/failures", told)
@@ -205,9 +206,13 @@ class _Observer:
     def __init__(self, worker: Worker, call: Call):
         self._worker, self._call = worker, call
 
-    def failed(self, failure: Failure) -> None:
-        """Tell the leader."""
+    def failed(self, failure: Failure) -> str | None:
+        """Tell the leader, who decides."""
         self._worker.tell(self._call, failure)
+
+    def say(self, text: str) -> None:
+        """Say it here."""
+        log.info("%s", text)
 
     def heard(self) -> list[Failure]:
         """The leader is told, and tells nothing."""

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipeline.config import MachineError
+from pipeline.pulse import Pulse
 
 T = TypeVar("T")
 
@@ -26,6 +27,7 @@ class Ranks:
     device: torch.device
     # A group on the CPU for flags and bytes: it never waits for a stream of a GPU.
     control: "dist.ProcessGroup"
+    pulse: Pulse = field(default_factory=lambda: Pulse(None))
 
     def only_first(self, thing: Callable[[], T], otherwise: T) -> T:
         """The thing on rank 0, on every other rank something that does nothing."""
@@ -36,6 +38,7 @@ class Ranks:
         most = max(rows_per_rank)
         padded = torch.zeros((most, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
         padded[: len(rows)] = rows
+        self.pulse.waiting()
         everyone = torch.empty((self.size * most, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
         dist.all_gather_single(everyone, padded)
         return torch.cat([everyone[rank * most : rank * most + count] for rank, count in enumerate(rows_per_rank)])
@@ -44,6 +47,7 @@ class Ranks:
         """Sums over all ranks of whole numbers, which no order can change."""
         assert not values.is_floating_point()
         total = values.clone()
+        self.pulse.waiting()
         dist.all_reduce(total)
         return total
 
@@ -62,6 +66,7 @@ class Ranks:
     def from_first(self, content: bytes) -> bytes:
         """Rank 0's bytes, on every rank."""
         size = torch.tensor([len(content)])
+        self.pulse.waiting()
         dist.broadcast(size, 0, group=self.control)
         buffer = (
             torch.frombuffer(bytearray(content), dtype=torch.uint8) if self.rank == 0 and content else torch.empty(0, dtype=torch.uint8)
@@ -80,6 +85,7 @@ class Seat:
     store: Store
     rank: int
     size: int
+    pulse: Pulse = field(default_factory=lambda: Pulse(None))
 
 
 def seat(world_size: int, timeout_seconds: float) -> Seat:
@@ -88,6 +94,7 @@ def seat(world_size: int, timeout_seconds: float) -> Seat:
     The store is new in every attempt. torchrun would keep one through all restarts (torch 2.14): a rank of the second attempt
     then reads where a rank of the first one listened, and waits for it until its timeout.
     """
+    pulse = Pulse(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size != world_size:
         # torchrun takes a machine for dead whose clock is 15 s off, and then begins without it.
@@ -98,9 +105,8 @@ def seat(world_size: int, timeout_seconds: float) -> Seat:
     if os.environ["LOCKSTEP_LEADS"] == "1" and os.environ["LOCAL_RANK"] == "0":
         store.set("first", str(rank))
     rank = (rank - int(store.get("first"))) % size
-    # For the launcher, which knows a failed process by its local rank only.
-    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name("rank").write_text(str(rank))
-    return Seat(store, rank, size)
+    pulse.seated(rank)
+    return Seat(store, rank, size, pulse)
 
 
 def join(device_type: str, backend: str, seat: Seat, timeout_seconds: float) -> Ranks:
@@ -113,10 +119,11 @@ def join(device_type: str, backend: str, seat: Seat, timeout_seconds: float) -> 
     dist.init_process_group(backend, store=seat.store, rank=seat.rank, world_size=seat.size, timeout=timeout)
     control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
-    return Ranks(seat.rank, seat.size, device, control)
+    return Ranks(seat.rank, seat.size, device, control, seat.pulse)
 
 
 def leave(ranks: Ranks) -> None:
     """Leave the group, all ranks together: until the last one is done, each of them is there to start again with."""
+    ranks.pulse.waiting()
     dist.barrier(ranks.control)
     dist.destroy_process_group()

@@ -14,7 +14,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up; rooms of one floor ignore each other.
 FLOORS = [
     {"config", "files"},
-    {"job"},
+    {"job", "pulse"},
     {"ranks"},
     {"data", "models", "parallel", "tracking"},
     {"launch", "training"},

@@ -14,10 +14,11 @@ from pipeline.config import Config, ConfigError, MachineError, PeerError
 from pipeline.data import store
 from pipeline.job import Job
 from pipeline.launch import machine
+from pipeline.launch.failure import Failure
 from pipeline.launch.fingerprint import source_digest, versions
 from pipeline.launch.meeting import MEETING, NODES, Meeting
 from pipeline.launch.network import interface, own_address, split
-from pipeline.launch.torchrun import Failure, Node
+from pipeline.launch.torchrun import Node
 
 # How long a leader waits for the workers of a job.
 COME_SECONDS = 600

@@ -5,9 +5,11 @@ import signal
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pipeline.config import MachineError, PeerError
+from pipeline.config import Config, MachineError, PeerError
 from pipeline.files import write_whole
-from pipeline.launch.torchrun import RETURN_SECONDS, Failure, Watch
+from pipeline.job import Job
+from pipeline.launch.failure import Failure
+from pipeline.launch.torchrun import RETURN_SECONDS, Watch
 from pipeline.tracking import journal
 
 STOPPED, INTERRUPTED, TERMINATED = 75, 130, 143
@@ -35,10 +37,11 @@ def running(run: Path, step: int, checkpoint: str | None, command: str) -> None:
     Outcome("running", None, "", None, step, checkpoint, command).write(run)
 
 
-def judge(watch: Watch, run: Path, checkpoint: str | None, command: str) -> Outcome:
+def judge(watch: Watch, job: Job, checkpoint: str | None, command: str) -> Outcome:
     """What became of the last start in this run's journal."""
-    end = journal.last(run / "journal.jsonl", "started", "finished", "stopped")
-    step = journal.last(run / "journal.jsonl", "metrics", "finished", "stopped").get("step", 0)
+    run = job.run
+    end = journal.last(job.journal, "started", "finished", "stopped")
+    step = journal.last(job.journal, "metrics", "finished", "stopped").get("step", 0)
 
     def ended(outcome: str, exit_code: int, cause: str, rank: int | None = None) -> Outcome:
         return Outcome(outcome, exit_code, cause, rank, step, checkpoint, command)
@@ -54,13 +57,16 @@ def judge(watch: Watch, run: Path, checkpoint: str | None, command: str) -> Outc
     if not watch.failures:
         return ended("failed", PeerError.exit_code, f"torchrun ended with {watch.exit_code} and no word from a rank; see {run / 'logs'}")
     failure = watch.first_cause()
+    step = max(step, failure.step)
+    if failure.out_of_memory:
+        return ended("machine", MachineError.exit_code, describe(failure, job.config), failure.rank)
     if failure.exit_code > 1:
         name = {2: "configuration", 3: "data", 4: "machine", 5: "diverged"}.get(failure.exit_code, "failed")
         return ended(name, failure.exit_code if failure.exit_code in (2, 3, 4, 5) else PeerError.exit_code, failure.cause, failure.rank)
-    why = "restarts are used up"
+    why = watch.given_up or "torchrun gave up"
     if watch.nobody_came_back:
         why = f"the lost machine did not come back in {RETURN_SECONDS} s"
-    return ended("failed", PeerError.exit_code, f"{describe(failure)}; {why}; logs: {run / 'logs'}", failure.rank)
+    return ended("failed", PeerError.exit_code, f"{describe(failure, job.config)}; {why}; logs: {run / 'logs'}", failure.rank)
 
 
 def unpublished(end: Outcome, error: OSError | MachineError, command: str) -> Outcome:
@@ -69,14 +75,18 @@ def unpublished(end: Outcome, error: OSError | MachineError, command: str) -> Ou
     return replace(end, outcome="machine", exit_code=MachineError.exit_code, cause=cause, command=command)
 
 
-def describe(failure: Failure) -> str:
+def describe(failure: Failure, config: Config) -> str:
     """One failure in a few words."""
     who = f"rank {failure.rank}" + (f" on {failure.host}" if failure.host else "")
+    when = f" in step {failure.step}" if failure.step >= 0 else " before its first step"
+    if failure.out_of_memory:
+        size = f"lower dist.batch_size_per_gpu ({config.dist.batch_size_per_gpu}) or raise dist.accumulation ({config.dist.accumulation})"
+        return f"{who} ran out of memory{when}; {size} and dist.lanes ({config.dist.lanes}), or give it more memory"
     if failure.secondhand:
-        return f"{who} lost its connection to another rank"
-    return (
-        f"{who} was ended by {failure.signal}" if failure.signal else f"{who} failed: {failure.cause or f'exit code {failure.exit_code}'}"
-    )
+        return f"{who} lost its connection to another rank{when}"
+    if failure.signal:
+        return f"{who} was ended by {failure.signal}{when}"
+    return f"{who} failed{when}: {failure.cause or f'exit code {failure.exit_code}'}"
 
 
 def message(outcome: Outcome) -> str:

@@ -1,7 +1,7 @@
 """Start torchrun for this machine's ranks, pass on signals, wait until all its processes have gone, and say what failed first."""
 
 import contextlib
-import json
+import math
 import os
 import re
 import signal
@@ -13,23 +13,24 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from pipeline.files import write_whole
 from pipeline.job import Job
+from pipeline.launch.failure import HUNG, Failure, cause_of, folder_of, sign_of
 from pipeline.launch.processes import Stopper, adopt_orphans, below, dies_with_parent, kill, wait_for_orphans
+from pipeline.launch.watchdog import Watchdog
 
-MAX_RESTARTS = 3
+# Whether it gets on decides when it is enough, not a number.
+MAX_RESTARTS = 1_000_000
 # What a rank may take to save and leave after a signal.
 GRACE_SECONDS = 60
 # How long the others wait for a machine that was lost to come back.
 RETURN_SECONDS = 600
-FINAL_EXITS = (2, 3, 4, 5)
+FINAL_EXITS = (2, 3, 4, 5, HUNG)
+# How long to wait for the word of the machine that all wait for.
+WORD_SECONDS = 5
 FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
-# What a rank says when it is a peer that was lost.
-SECONDHAND = re.compile(
-    r"onnection (closed|reset|refused|was likely closed)|connectFullMesh|Broken pipe|Timed out waiting|unhandled system error"
-)
 
 
 @dataclass(frozen=True)
@@ -47,27 +48,6 @@ class Node:
     interface: str = "lo"
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The first rank that failed in an attempt, on one machine."""
-
-    rank: int
-    exit_code: int
-    cause: str
-    attempt: int
-    host: str | None = None
-    at: float = field(default_factory=time.monotonic)
-
-    @property
-    def signal(self) -> str | None:
-        return signal.Signals(-self.exit_code).name if self.exit_code < 0 else None
-
-    @property
-    def secondhand(self) -> bool:
-        """Whether it only tells of another's."""
-        return self.signal is None and bool(SECONDHAND.search(self.cause))
-
-
 @dataclass
 class Watch:
     """What happened while torchrun ran."""
@@ -76,6 +56,7 @@ class Watch:
     stopped_at_once: bool = False
     exit_code: int = 0
     nobody_came_back: bool = False
+    given_up: str | None = None
     failures: list[Failure] = field(default_factory=list[Failure])
 
     def first_cause(self) -> Failure:
@@ -88,8 +69,12 @@ class Watch:
 class Observer(Protocol):
     """Who hears of a job while it runs."""
 
-    def failed(self, failure: Failure) -> None:
-        """A rank has failed."""
+    def failed(self, failure: Failure) -> str | None:
+        """A rank has failed; why there is no use in another start, or None."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Something that people should know."""
         ...
 
     def heard(self) -> list[Failure]:
@@ -114,7 +99,8 @@ def run(module: str, job: Job, node: Node, lock: int | None, observer: Observer)
     adopt_orphans()
     process = _start(_command(module, node, logs), environment(node), lock)
     with Stopper(process.pid) as stopper:
-        reader = _Reader(process, logs, watch, stopper, observer)
+        watchdog = Watchdog(logs, node.ranks, node.nodes > 1, job.config.dist.timeout_seconds, observer.say)
+        reader = _Reader(process, logs, watch, stopper, observer, watchdog)
         reader.start()
         try:
             over = _follow(process, node, stopper, reader, observer)
@@ -133,6 +119,7 @@ def _follow(process: "subprocess.Popen[str]", node: Node, stopper: Stopper, read
     while process.poll() is None:
         for failure in observer.heard():
             reader.take(failure)
+        reader.watch()
         stopper.if_orphaned()
         if observer.asked_to_stop():
             stopper.ask()
@@ -202,9 +189,12 @@ def environment(node: Node) -> dict[str, str]:
 class _Reader(threading.Thread):
     """Keeps what torchrun says, and takes the failures out of it."""
 
-    def __init__(self, process: "subprocess.Popen[str]", logs: Path, watch: Watch, stopper: Stopper, observer: Observer):
+    def __init__(
+        self, process: "subprocess.Popen[str]", logs: Path, watch: Watch, stopper: Stopper, observer: Observer, watchdog: Watchdog
+    ):
         super().__init__(daemon=True)
-        self._process, self._logs, self._watch, self._stopper, self._observer = process, logs, watch, stopper, observer
+        self._process, self._logs, self._watch, self._stopper = process, logs, watch, stopper
+        self._observer, self._watchdog, self._hung_at = observer, watchdog, math.inf
 
     def run(self) -> None:
         """Until torchrun has said all."""
@@ -212,39 +202,36 @@ class _Reader(threading.Thread):
         attempt = 0
         with (self._logs / "torchrun.log").open("w") as log:
             for line in self._process.stderr:
-                log.write(line)
-                log.flush()
+                with contextlib.suppress(OSError):
+                    # On a full disk the ranks' own words are what counts.
+                    log.write(line)
+                    log.flush()
                 self._watch.nobody_came_back |= "RendezvousTimeoutError" in line
                 found = FAILED.search(line)
                 if found and self._stopper.signal is None:
-                    exit_code, local_rank = int(found[1]), int(found[2])
-                    cause = cause_of(self._logs, attempt, local_rank)
-                    self.take(Failure(_rank_of(self._logs, attempt, local_rank), exit_code, cause, attempt))
+                    self.take(self._failure(attempt, int(found[2]), int(found[1])))
                     attempt += 1
+
+    def _failure(self, attempt: int, local_rank: int, exit_code: int) -> Failure:
+        folder = folder_of(self._logs, attempt, local_rank)
+        sign = sign_of(folder)
+        starved = exit_code == -signal.SIGKILL and self._watchdog.starved()
+        rank, step = (sign.rank, sign.step) if sign else (local_rank, -1)
+        return Failure(rank, exit_code, cause_of(folder), attempt, step, starved)
+
+    def watch(self) -> None:
+        """See whether a rank hangs."""
+        failure = self._watchdog.look()
+        if failure is not None and self._stopper.signal is None:
+            self.take(failure)
+        if time.monotonic() > self._hung_at + WORD_SECONDS:
+            kill(self._process.pid)
 
     def take(self, failure: Failure) -> None:
         """Note a failure, and end the job where trying again cannot help."""
         self._watch.failures.append(failure)
-        if failure.exit_code in FINAL_EXITS:
+        self._watch.given_up = self._observer.failed(failure) or self._watch.given_up
+        if failure.waiting:
+            self._hung_at = min(self._hung_at, time.monotonic())
+        elif failure.exit_code in FINAL_EXITS or self._watch.given_up:
             kill(self._process.pid)
-        self._observer.failed(failure)
-
-
-def _rank_of(logs: Path, attempt: int, local_rank: int) -> int:
-    """A process's rank in the whole group, if it came to learn it."""
-    for path in logs.glob(f"*/attempt_{attempt}/{local_rank}/rank"):
-        return int(path.read_text())
-    return local_rank
-
-
-def cause_of(logs: Path, attempt: int, local_rank: int) -> str:
-    """What a rank said last: its own error, or the last line it wrote."""
-    for path in logs.glob(f"*/attempt_{attempt}/{local_rank}/error.json"):
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            message: Any = json.loads(path.read_text())["message"]
-            return str(message if isinstance(message, str) else message["message"]).strip()
-    for path in logs.glob(f"*/attempt_{attempt}/{local_rank}/stderr.log"):
-        lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-        if lines:
-            return lines[-1].strip()
-    return ""

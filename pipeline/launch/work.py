@@ -14,10 +14,10 @@ from pipeline.job import Job
 from pipeline.launch import crew as crews
 from pipeline.launch import machine, outcome, torchrun
 from pipeline.launch.crew import Alone, Crew
+from pipeline.launch.failure import Failure, Patience
 from pipeline.launch.mirroring import MirrorProcess, address
 from pipeline.launch.processes import dvc_above
 from pipeline.launch.progress import Progress
-from pipeline.launch.torchrun import Failure
 from pipeline.tracking import journal as journals
 from pipeline.tracking.journal import Journal
 
@@ -61,7 +61,7 @@ class Work:
         with progress:
             watch = torchrun.run(module, job, crew.node, self._lock, _Observer(job, crew, progress))
         journal.event("left", stage=self._stage, elapsed_seconds=time.monotonic() - started_at)
-        end = outcome.judge(watch, run, newest_checkpoint(run), self.command)
+        end = outcome.judge(watch, job, newest_checkpoint(run), self.command)
         said = outcome.message(end)
         if end.exit_code == 0:
             try:
@@ -90,17 +90,22 @@ class _Observer:
 
     def __init__(self, job: Job, crew: Alone | Crew, progress: Progress):
         self._job, self._crew, self._progress = job, crew, progress
-        self._waiting, self._lost = False, False
+        self._waiting, self._lost, self._patience = False, False, Patience()
 
-    def failed(self, failure: Failure) -> None:
+    def failed(self, failure: Failure) -> str | None:
         """Say of every failure what happened and what becomes of it."""
         self._lost = True
-        if failure.exit_code in torchrun.FINAL_EXITS or failure.attempt >= torchrun.MAX_RESTARTS:
-            return
-        step = journals.last(self._job.journal, "metrics").get("step", 0)
-        source = newest_checkpoint(self._job.run) or "the beginning"
-        count = f"restart {failure.attempt + 1} of {torchrun.MAX_RESTARTS}"
-        self._progress.say(f"{outcome.describe(failure)} after step {step}; starting again from {source} ({count})")
+        if failure.exit_code in torchrun.FINAL_EXITS:
+            return None
+        spent = self._patience.spent(failure)
+        if not spent:
+            source = newest_checkpoint(self._job.run) or "the beginning"
+            self._progress.say(f"{outcome.describe(failure, self._job.config)}; starting again from {source}")
+        return spent
+
+    def say(self, text: str) -> None:
+        """Pass it on."""
+        self._progress.say(text)
 
     def heard(self) -> list[Failure]:
         """Show progress; what the other machines tell."""

@@ -36,12 +36,15 @@ class Ddp:
             parameter.grad = None
         rows: list[Tensor] = []
         self._buffers.start()
+        self._ranks.pulse.computing(step)
         for lane in self._lanes.own:
             last = lane == self._lanes.own[-1]
             self._buffers.before_lane()
+            self._ranks.pulse.computing()
             with nullcontext() if last else self._ddp.no_sync():
                 loss, row = self._task.forward(self._ddp, step, lane)
-                (loss * self._scale).backward()  # pyright: ignore[reportUnknownMemberType]
+                # A loss that is no number makes the gradients none either; any other is scaled by exactly `_scale`.
+                (loss * (self._scale + (loss - loss).detach())).backward()  # pyright: ignore[reportUnknownMemberType]
             self._buffers.after_lane(lane)
             rows.append(row)
             if self._gradients is not None and not last:

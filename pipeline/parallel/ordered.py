@@ -102,7 +102,7 @@ class LaneGradients:
 
     def __init__(self, lanes: Lanes, ranks: Ranks, parameters: list[Parameter]):
         self._sum = OrderedSum(lanes, ranks)
-        self._lanes, self._device = lanes, ranks.device
+        self._lanes, self._device, self._pulse = lanes, ranks.device, ranks.pulse
         self._parameters = parameters
         self._index: dict[Tensor, int] = {parameter: index for index, parameter in enumerate(parameters)}
         self._stack: list[Node[list[Tensor]]] = []
@@ -130,6 +130,7 @@ class LaneGradients:
             self._sum.gather(self._under_way[-1])
         self._under_way.append(under_way)
         if bucket.is_last():
+            self._pulse.waiting()
             self._finish()
         return under_way.future
 

@@ -1,5 +1,6 @@
 """The journal: what happened in a run, one JSON object a line, appended by one process at a time."""
 
+import errno
 import json
 import os
 import time
@@ -30,6 +31,7 @@ class Journal:
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._known: dict[str, int] = {}
         for line in read(path):
             if line["kind"] == "metrics":
@@ -46,8 +48,17 @@ class Journal:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Anything else that happened."""
-        line = json.dumps({"kind": kind, "at": round(time.time() * 1000)} | fields) + "\n"
-        os.write(self._file, line.encode())
+        line = (json.dumps({"kind": kind, "at": round(time.time() * 1000)} | fields) + "\n").encode()
+        before = os.fstat(self._file).st_size
+        try:
+            written = os.write(self._file, line)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
+        if written < len(line):
+            # The disk is full: half a line must not be in the way of the next one.
+            os.ftruncate(self._file, before)
+            needed = f"{os.strerror(errno.ENOSPC)}: {len(line)} bytes are needed, {written} were free"
+            raise OSError(errno.ENOSPC, needed, str(self._path))
 
     def close(self) -> None:
         """Write no more."""

@@ -1,6 +1,5 @@
 """The loop: on one screen, knowing nothing of ranks."""
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,13 +12,8 @@ from pipeline.parallel import Strategy
 from pipeline.tracking.journal import Writer
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.evaluation import Result
+from pipeline.training.guard import Guard, finite
 from pipeline.training.schedule import Schedule
-
-
-class Diverged(RuntimeError):
-    """The loss is no longer a number: exit 5."""
-
-    exit_code = 5
 
 
 class Stopping(Protocol):
@@ -45,6 +39,7 @@ class Parts:
 
     strategy: Strategy
     optimizer: Optimizer
+    guard: Guard
     schedule: Schedule
     checkpoints: Checkpoints
     journal: Writer
@@ -55,43 +50,28 @@ class Parts:
 def run(model: nn.Module, steps: Steps, parts: Parts) -> int:
     """Train from the newest checkpoint to the last step, or until asked to stop; returns the step reached."""
     step = parts.checkpoints.restore(model, parts.optimizer)
+    parts.guard.start(step)
     speed = Speed(steps.global_batch, step)
     while step < steps.total and not parts.stop.agreed():
         parts.schedule.apply(parts.optimizer, step)
         totals = parts.strategy.backward(step)
+        parts.guard.look()
         parts.optimizer.step()
         step += 1
         if step % steps.per_log == 0 or step % steps.per_epoch == 0:
+            parts.guard.check()
             means = finite(totals.over_ranks(), step)
             rate = {"train/learning_rate": parts.schedule.rate(step - 1), "train/samples": float(step * steps.global_batch)}
             parts.journal.metrics(means | rate | speed.since_last(step), step)
         if step % steps.per_epoch == 0:
-            result = parts.validate(sound(model, step))
+            result = parts.validate(parts.guard.sound(step))
             parts.journal.metrics(finite({"validation/loss": result.loss, "validation/accuracy": result.accuracy}, step), step)
             parts.checkpoints.save_best(model, step, result.accuracy)
             speed.restart(step)
         if step % steps.per_checkpoint == 0:
-            parts.checkpoints.save(step, sound(model, step), parts.optimizer)
-    parts.checkpoints.save(step, sound(model, step), parts.optimizer)
+            parts.checkpoints.save(step, parts.guard.sound(step), parts.optimizer)
+    parts.checkpoints.save(step, parts.guard.sound(step), parts.optimizer)
     return step
-
-
-def finite(means: dict[str, float], step: int) -> dict[str, float]:
-    """The same means; Diverged, on all ranks alike, where one is no number."""
-    for name, value in means.items():
-        if not math.isfinite(value):
-            raise Diverged(f"training diverged: {name} is {value} at step {step}; lower train.learning_rate or raise train.warmup_epochs")
-    return means
-
-
-def sound(model: nn.Module, step: int) -> nn.Module:
-    """The same model; Diverged, on all ranks alike, where a weight is no number: such a state is never saved."""
-    for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise Diverged(
-                f"training diverged: {name} holds NaN or infinity at step {step}; lower train.learning_rate or raise train.warmup_epochs"
-            )
-    return model
 
 
 class Speed:

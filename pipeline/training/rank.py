@@ -1,6 +1,8 @@
 """One rank of a training, started by torchrun: `python -m pipeline.training.rank JOB`."""
 
+import contextlib
 import ctypes
+import errno
 import logging
 import os
 import signal
@@ -14,7 +16,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from pipeline import job as jobs
-from pipeline import models, parallel, ranks
+from pipeline import models, parallel, pulse, ranks
 from pipeline.config import ConfigError, DataError, MachineError, draw_seed
 from pipeline.data import augment, store
 from pipeline.data.batches import Batches, Pixels, resident
@@ -27,10 +29,14 @@ from pipeline.training import loop, schedule
 from pipeline.training.checkpoint import Checkpoints, weights_sha256
 from pipeline.training.evaluation import Evaluation
 from pipeline.training.export import export
+from pipeline.training.guard import Diverged, Guard, write_down
 from pipeline.training.stopping import Stop
 
-TIMEOUT_SECONDS = 600
+# The launcher's watchdog is earlier; where it is gone too, this is what ends a rank that waits in vain.
+MARGIN_SECONDS = 60
 PR_SET_PDEATHSIG = 1
+# What a disk says, and no network.
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.ENOENT)
 
 
 def main(job: Job) -> None:
@@ -50,7 +56,8 @@ def main(job: Job) -> None:
 def joined(job: Job) -> Generator[Ranks]:
     """This process as a rank: bits fixed, group joined, and left again."""
     fix_bits(job)
-    group = ranks.join(job.device, job.backend, ranks.seat(job.config.dist.world_size, TIMEOUT_SECONDS), TIMEOUT_SECONDS)
+    timeout_seconds = job.config.dist.timeout_seconds + MARGIN_SECONDS
+    group = ranks.join(job.device, job.backend, ranks.seat(job.config.dist.world_size, timeout_seconds), timeout_seconds)
     yield group
     # Not after an error: a peer may wait for this rank in a collective, and leaving would wait for the peer.
     ranks.leave(group)
@@ -94,10 +101,15 @@ def train(job: Job, group: Ranks, journal: Writer) -> tuple[nn.Module, int, bool
     steps = plan(job, order)
     evaluation = Evaluation(store.open_split(job.prepared, "validation"), pixels, manifest.num_classes, group)
     stop = Stop(group)
+
+    def explain(step: int) -> str:
+        return write_down(job.run / "diverged.json", task, lanes, group, order.lane, step)
+
     warmup_steps = config.train.warmup_epochs * steps.per_epoch
     parts = loop.Parts(
         strategy=parallel.build(config.dist.strategy, task, lanes, group, config.dist.reduction),
         optimizer=optimizer,
+        guard=Guard(model, optimizer, explain),
         schedule=schedule.Schedule(config.train.schedule, config.train.learning_rate, warmup_steps, steps.total),
         checkpoints=Checkpoints(job.checkpoints, config.checkpoint.keep, group),
         journal=journal,
@@ -129,12 +141,30 @@ def run_as_rank(main: Callable[[Job], None]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if b"torch.distributed.run" not in Path(f"/proc/{os.getppid()}/cmdline").read_bytes():
+            # It has gone while this process began: nobody would hear of it.
+            sys.exit(1)
     job = jobs.read(Path(sys.argv[1]))
+    record(lambda: named(main, job))()
+
+
+def named(main: Callable[[Job], None], job: Job) -> None:
+    """Run it; an error of a known kind becomes its exit code, with last words for the launcher."""
     try:
-        record(main)(job)
-    except (ConfigError, DataError, MachineError, loop.Diverged) as error:
-        # `record` has written it down for the launcher.
-        os._exit(error.exit_code)
+        main(job)
+    except (ConfigError, DataError, MachineError, Diverged) as error:
+        end(str(error), error.exit_code)
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        end(f"{error.filename or job.run}: {error.strerror}; see that there is room and a right to write", MachineError.exit_code)
+
+
+def end(words: str, exit_code: int) -> None:
+    """Leave at once: the group is of no use any more."""
+    with contextlib.suppress(OSError):
+        pulse.last_words(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent, words)
+    os._exit(exit_code)
 
 
 if __name__ == "__main__":

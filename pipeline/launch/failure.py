@@ -1,0 +1,108 @@
+"""A rank that failed: which one, where, why, and whether it is the cause or only heard of it."""
+
+import contextlib
+import json
+import re
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline import pulse
+from pipeline.pulse import Sign
+
+# What a rank says when it is a peer that was lost.
+SECONDHAND = re.compile(
+    r"onnection (closed|reset|refused|was likely closed)|connectFullMesh|Broken pipe|Timed out waiting|unhandled system error"
+)
+NO_MEMORY = re.compile(r"out of memory|[Cc]an(no|')t allocate memory|not enough memory|MemoryError|bad_alloc")
+OUR_OWN = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
+# A rank that hung; the same code as for one that was lost.
+HUNG = 6
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first rank that failed in an attempt, on one machine."""
+
+    rank: int
+    exit_code: int
+    cause: str
+    attempt: int
+    # The step that it was in; -1 before the first one.
+    step: int = -1
+    # Whether the kernel ended it for want of memory.
+    starved: bool = False
+    # Whether it waits for another machine's rank.
+    waiting: bool = False
+    host: str | None = None
+    at: float = field(default_factory=time.monotonic)
+
+    @property
+    def signal(self) -> str | None:
+        return signal.Signals(-self.exit_code).name if self.exit_code < 0 else None
+
+    @property
+    def secondhand(self) -> bool:
+        """Whether it only tells of another's."""
+        return self.waiting or (self.signal is None and bool(SECONDHAND.search(self.cause)))
+
+    @property
+    def out_of_memory(self) -> bool:
+        return self.starved or bool(NO_MEMORY.search(self.cause))
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether it comes from within, so that the same step would fail again."""
+        return not self.secondhand and (self.out_of_memory or self.exit_code > 0 or self.signal in OUR_OWN)
+
+
+def folder_of(logs: Path, attempt: int, local_rank: int) -> Path | None:
+    """Where torchrun keeps what a rank of an attempt says."""
+    return next(iter(logs.glob(f"*/attempt_{attempt}/{local_rank}")), None)
+
+
+def sign_of(folder: Path | None) -> Sign | None:
+    """Where a rank was last."""
+    return pulse.read(folder) if folder else None
+
+
+def cause_of(folder: Path | None) -> str:
+    """What a rank said last: its own error, or the last line it wrote."""
+    if folder is None:
+        return ""
+    sign = pulse.read(folder)
+    if sign and sign.words:
+        return sign.words
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        message: Any = json.loads((folder / "error.json").read_text())["message"]
+        return str(message if isinstance(message, str) else message["message"]).strip()
+    with contextlib.suppress(OSError):
+        lines = [line for line in (folder / "stderr.log").read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1].strip() if lines else ""
+    return ""
+
+
+class Patience:
+    """How often a job is started again: as long as it gets on."""
+
+    LIMIT = 3
+
+    def __init__(self) -> None:
+        self._furthest, self._in_vain = -1, 0
+        self._failed_at: set[int] = set()
+
+    def spent(self, failure: Failure) -> str | None:
+        """Why there is no use in another start, or None."""
+        if failure.repeatable:
+            if failure.step in self._failed_at:
+                return f"step {failure.step} has failed twice" if failure.step >= 0 else "it has failed twice before its first step"
+            self._failed_at.add(failure.step)
+        # With another machine's failure comes one of ours.
+        if failure.host is None:
+            self._in_vain = 0 if failure.step > self._furthest else self._in_vain + 1
+            self._furthest = max(self._furthest, failure.step)
+        if self._in_vain >= self.LIMIT:
+            return f"{self._in_vain + 1} starts got no further than step {max(self._furthest, 0)}"
+        return None

@@ -1,0 +1,83 @@
+"""The pulse of a rank: where it is, in a few bytes that its launcher reads while it runs, its stacks on demand, its last words."""
+
+import faulthandler
+import mmap
+import os
+import signal
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+FORM = struct.Struct("<5q")
+# With room for last words: on a full disk nothing could be written but what is there already.
+SIZE_BYTES = 4096
+STARTING, COMPUTING, WAITING = range(3)
+
+
+class Pulse:
+    """Tells of every step, and of every piece of work in it; without a folder nobody listens."""
+
+    def __init__(self, folder: Path | None):
+        self._rank, self._step, self._beats = -1, -1, 0
+        if folder is None:
+            self._shown = mmap.mmap(-1, SIZE_BYTES)
+            return
+        # SIGUSR1 writes down what every thread does, also where Python itself hangs in a call.
+        faulthandler.register(signal.SIGUSR1, (folder / "stacks.log").open("w"))
+        with (folder / ".pulse").open("w+b") as file:
+            # Written and not only mapped: on a full disk the one is an error, the other a death by SIGBUS.
+            file.write(FORM.pack(os.getpid(), self._rank, self._step, STARTING, 0).ljust(SIZE_BYTES, b"\0"))
+            file.flush()
+            self._shown = mmap.mmap(file.fileno(), SIZE_BYTES)
+        # Whoever finds it may read it.
+        os.replace(folder / ".pulse", folder / "pulse")
+
+    def seated(self, rank: int) -> None:
+        """By which rank it is known; torchrun's own count is another one."""
+        self._rank = rank
+        self._show(STARTING)
+
+    def computing(self, step: int | None = None) -> None:
+        """Something of one's own begins, in this step or in the same one."""
+        self._step = self._step if step is None else step
+        self._show(COMPUTING)
+
+    def waiting(self) -> None:
+        """The own part is done; from here on it is for the others."""
+        self._show(WAITING)
+
+    def _show(self, phase: int) -> None:
+        self._beats += 1
+        FORM.pack_into(self._shown, 0, os.getpid(), self._rank, self._step, phase, self._beats)
+
+
+def last_words(folder: Path, text: str) -> None:
+    """Why this rank ends."""
+    words = text.encode()[: SIZE_BYTES - FORM.size]
+    path = folder / "pulse"
+    with path.open("r+b" if path.exists() else "wb") as file:
+        file.seek(FORM.size)
+        file.write(words)
+
+
+class Sign(NamedTuple):
+    """What a launcher sees of a rank."""
+
+    pid: int
+    rank: int
+    step: int
+    phase: int
+    beats: int
+    words: str
+
+
+def read(folder: Path) -> Sign | None:
+    """The sign of the rank whose folder this is, once it gives one."""
+    path = folder / "pulse"
+    if not path.exists():
+        return None
+    content = path.read_bytes()
+    pid, rank, step, phase, beats = FORM.unpack(content[: FORM.size])
+    words = content[FORM.size :].rstrip(b"\0").decode(errors="replace")
+    # Before it is seated it has only torchrun's number, which is its folder's name.
+    return Sign(pid, rank if rank >= 0 else int(folder.name), step, phase, beats, words)
