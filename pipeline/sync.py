@@ -6,9 +6,9 @@ import math
 from pipeline.config import Config, MachineError
 from pipeline.files import Paths
 from pipeline.launch.lock import held
-from pipeline.launch.mirroring import MirrorProcess
+from pipeline.launch.mirroring import MirrorProcess, tracking_uri
 from pipeline.tracking.journal import last
-from pipeline.tracking.mirror import read_state
+from pipeline.tracking.mirrored import read_state, server_of
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,8 @@ def run(config: Config, paths: Paths) -> int:
     for journal in sorted(paths.runs.glob("*/journal.jsonl")):
         run = journal.parent
         ended = last(journal, "started", "ended").get("kind") == "ended"
-        if ended and read_state(run).offset == journal.stat().st_size:
+        state = read_state(run)
+        if ended and state.offset == journal.stat().st_size and state.server == server_of(tracking_uri(paths)) and not state.error:
             continue
         try:
             with held(run / "lock"):

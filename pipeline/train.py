@@ -25,7 +25,7 @@ from pipeline.report import plots
 from pipeline.tracking import journal as journals
 from pipeline.tracking import receipt
 from pipeline.tracking.journal import Journal
-from pipeline.tracking.mirror import read_state
+from pipeline.tracking.mirrored import read_state
 
 log = logging.getLogger(__name__)
 

@@ -1,17 +1,20 @@
 """The mirror as a process of ours: start it, learn the run's id from it, let it finish."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from pipeline.files import Paths
-from pipeline.tracking.mirror import read_state
+import psutil
 
-# How late an end may be because of MLflow: while it answers, and when it does not.
-PATIENCE_SECONDS, DEAF_SECONDS = 120, 10
-QUICK_TO_FAIL = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_ENABLE_ASYNC_LOGGING": "false"}
+from pipeline.files import Paths
+from pipeline.tracking.mirrored import note, read_state
+
+# How late an end may be because of MLflow: for all that it waits for the server, and for what it does itself.
+DEAF_SECONDS, BUSY_SECONDS = 8.0, 120.0
+QUICK_TO_FAIL = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_ENABLE_ASYNC_LOGGING": "false"}
 
 
 def tracking_uri(paths: Paths) -> str:
@@ -48,28 +51,38 @@ class MirrorProcess:
                 stderr=log,
             )
 
+        self._mirror = psutil.Process(self._process.pid)
+        self._waited_seconds = 0.0
+
     def run_id(self) -> str | None:
         """MLflow's id of the run, once it has one; None where it cannot be had now."""
-        until = time.monotonic() + DEAF_SECONDS
-        while time.monotonic() < until:
+        while self._still():
             state = read_state(self._run)
-            if state.run_id or state.error or self._process.poll() is not None:
+            if state.run_id or state.error:
                 return state.run_id or None
-            time.sleep(0.1)
         return None
 
-    def finish(self, patience_seconds: float = PATIENCE_SECONDS) -> str | None:
-        """Close the journal and wait while the mirror gets on; what went wrong, or None."""
+    def finish(self, deaf_seconds: float = DEAF_SECONDS) -> str | None:
+        """Close the journal and wait for the mirror, but for no server; what went wrong, or None."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        state, since = read_state(self._run), time.monotonic()
-        while self._process.poll() is None:
-            before, state = state, read_state(self._run)
-            since = time.monotonic() if state.offset != before.offset else since
-            if time.monotonic() - since > (DEAF_SECONDS if state.error else patience_seconds):
-                self._process.kill()
-                self._process.wait()
-            time.sleep(0.05)
+        until = time.monotonic() + max(BUSY_SECONDS, deaf_seconds)
+        while self._still(deaf_seconds) and time.monotonic() < until:
+            pass
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+            note(self._run, read_state(self._run).error or f"the server has not answered in {self._waited_seconds:.0f} s")
         if self._process.returncode == 0:
             return None
         return read_state(self._run).error or f"the mirror ended with {self._process.returncode}; see {self._run / 'logs' / 'mirror.log'}"
+
+    def _still(self, deaf_seconds: float = DEAF_SECONDS) -> bool:
+        """Whether there is any use in waiting on; a mirror that sleeps waits for its server."""
+        if self._process.poll() is not None or self._waited_seconds > deaf_seconds:
+            return False
+        time.sleep(0.05)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if self._mirror.status() == psutil.STATUS_SLEEPING:
+                self._waited_seconds += 0.05
+        return True

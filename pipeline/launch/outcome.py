@@ -29,7 +29,14 @@ class Outcome:
 
     def write(self, run: Path) -> None:
         """For other programs: DVC and torchrun swallow exit codes."""
-        write_whole(run / "status.json", (json.dumps(asdict(self), indent=2) + "\n").encode())
+        content = (json.dumps(asdict(self), indent=2) + "\n").encode()
+        try:
+            write_whole(run / "status.json", content)
+        except OSError:
+            # The disk is full, and this is what must be said: in the place of the old one there is room for it.
+            with (run / "status.json").open("r+b") as file:
+                file.write(content)
+                file.truncate()
 
 
 def running(run: Path, step: int, checkpoint: str | None, command: str) -> None:
@@ -70,7 +77,9 @@ def judge(watch: Watch, job: Job, checkpoint: str | None, command: str) -> Outco
 
 
 def unpublished(end: Outcome, error: OSError | MachineError, command: str) -> Outcome:
-    """The ranks were done, and what they left could not be put in place."""
+    """The ranks were done, and what they left could not be put in place; what ended otherwise stays as it ended."""
+    if end.exit_code != 0:
+        return end
     cause = f"{error.filename or 'publishing'}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
     return replace(end, outcome="machine", exit_code=MachineError.exit_code, cause=cause, command=command)
 

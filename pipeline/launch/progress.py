@@ -43,6 +43,8 @@ class Progress:
         for line in self._tail:
             if line["kind"] == "metrics":
                 self._show(line["step"], line["values"])
+            elif line["kind"] == "note":
+                self.say(line["text"])
 
     def _show(self, step: int, values: dict[str, Any]) -> None:
         epoch, epochs = (step - 1) // self._per_epoch + 1, self._total // self._per_epoch

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.config import Config, MachineError, PeerError
+from pipeline.data import store
 from pipeline.files import Paths
 from pipeline.job import Job
 from pipeline.launch import crew as crews
@@ -60,20 +61,21 @@ class Work:
         started_at = time.monotonic()
         with progress:
             watch = torchrun.run(module, job, crew.node, self._lock, _Observer(job, crew, progress))
-        journal.event("left", stage=self._stage, elapsed_seconds=time.monotonic() - started_at)
         end = outcome.judge(watch, job, newest_checkpoint(run), self.command)
         said = outcome.message(end)
-        if end.exit_code == 0:
-            try:
+        try:
+            journal.event("left", stage=self._stage, elapsed_seconds=time.monotonic() - started_at)
+            if end.exit_code == 0:
                 said = publish(journal, mirror.run_id())
-            except (OSError, MachineError) as error:
-                end = outcome.unpublished(end, error, self.command)
-                said = outcome.message(end)
+            journal.event("ended", stage=self._stage, outcome=end.outcome, cause=end.cause)
+        except (OSError, MachineError) as error:
+            # Where the journal is full too, the mirror reads the ending in status.json.
+            end = outcome.unpublished(end, error, self.command)
+            said = outcome.message(end)
+        journal.close()
         # Workers wait for no MLflow.
         crew.dismiss(end.exit_code or 0)
         progress.say(said)
-        journal.event("ended", stage=self._stage, outcome=end.outcome, cause=end.cause)
-        journal.close()
         end.write(run)
         wrong = mirror.finish()
         if wrong is None:
@@ -131,9 +133,19 @@ class _Observer:
 
 def newest_checkpoint(run: Path) -> str | None:
     """The file a run would resume from."""
-    index = run / "checkpoints" / "index.json"
-    entries = json.loads(index.read_text())["checkpoints"] if index.exists() else []
-    return str(run / "checkpoints" / entries[-1]["file"]) if entries else None
+    folder = run / "checkpoints"
+    try:
+        entries: list[dict[str, Any]] = json.loads((folder / "index.json").read_bytes())["checkpoints"]
+    except (OSError, ValueError, KeyError, TypeError):
+        # The first rank makes it anew.
+        return max(map(str, folder.glob("step-*.safetensors")), default=None)
+    good = (folder / entry["file"] for entry in reversed(entries) if sha256_or_none(folder / entry["file"]) == entry["sha256"])
+    return next(map(str, good), None)
+
+
+def sha256_or_none(path: Path) -> str | None:
+    """The digest of a file that may be missing."""
+    return store.sha256(path) if path.exists() else None
 
 
 def opening(config: Config, paths: Paths, name: str) -> dict[str, Any]:

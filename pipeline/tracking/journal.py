@@ -76,6 +76,10 @@ class Tail:
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
+            file.seek(max(self.offset - 1, 0))
+            if self.offset and file.read(1) != b"\n":
+                # After a power cut the journal may be shorter than what was read of it.
+                self.offset = 0
             file.seek(self.offset)
             for line in file:
                 if not line.endswith(b"\n"):

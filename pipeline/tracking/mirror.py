@@ -4,6 +4,7 @@ It ends when its standard input is closed, which happens too when the launcher i
 the run is marked KILLED. Metrics carry the journal's own times, so sending a line twice changes nothing.
 """
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -13,13 +14,13 @@ import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pipeline.files import write_whole
-from pipeline.tracking.journal import Tail, last
+from pipeline.tracking.journal import Tail, last, read
+from pipeline.tracking.mirrored import State, explained, note, read_state, server_of, write_state
 
 log = logging.getLogger(__name__)
 
@@ -27,22 +28,7 @@ BATCH = 900
 PAUSE_SECONDS = 3.0
 RUN_TAG, MODEL_TAG = "lockstep.run", "lockstep.model"
 STATUS = {"done": "FINISHED", "stopped": "KILLED"}
-
-
-@dataclass(frozen=True)
-class State:
-    """How far a run is mirrored: MLflow's id of it, the place in the journal, and what went wrong last."""
-
-    run_id: str = ""
-    experiment_id: str = ""
-    offset: int = 0
-    error: str | None = None
-
-
-def read_state(run: Path) -> State:
-    """What the mirror of a run has written down."""
-    path = run / "mirror.json"
-    return State(**json.loads(path.read_text())) if path.exists() else State()
+FAILED = ("failed", "configuration", "data", "machine", "diverged")
 
 
 class Mirror:
@@ -55,11 +41,23 @@ class Mirror:
 
         self._mlflow, self._metric, self._param, self._tag = mlflow, Metric, Param, RunTag
         self._run = run
-        self._state = replace(read_state(run), error=None)
-        self._tail = Tail(run / "journal.jsonl", self._state.offset)
         self._pending: list[Any] = []
         with _opening(mlflow.get_tracking_uri()):
             self._client = mlflow.MlflowClient()
+        self._state = self._known(read_state(run), server_of(mlflow.get_tracking_uri()))
+        self._tail = Tail(run / "journal.jsonl", self._state.offset)
+
+    def _known(self, state: State, server: str) -> State:
+        """How far this MLflow has the run: from the beginning, where it is another one or has lost it."""
+        if state.server != server or not state.run_id:
+            return State(server=server)
+        try:
+            self._client.get_run(state.run_id)
+        except self._mlflow.MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return State(server=server)
+        return replace(state, error=None)
 
     def catch_up(self) -> None:
         """Repeat all that is new in the journal."""
@@ -82,15 +80,41 @@ class Mirror:
         self._tail.offset = self._state.offset
 
     def settle(self) -> None:
-        """The journal will not grow: a run without an ending was killed."""
+        """The journal will not grow: MLflow must have all of it, and a run without an ending was killed."""
+        self._look_back()
         if last(self._run / "journal.jsonl", "started", "ended").get("kind") == "started":
-            self._client.set_terminated(self._state.run_id, "KILLED")
+            self._client.set_terminated(self._state.run_id, "FAILED" if self._outcome() in FAILED else "KILLED")
+
+    def _look_back(self) -> None:
+        """A server that takes everything and keeps nothing is found out, and hears it all again the next time."""
+        wanted: dict[str, float] = {}
+        for line in read(self._run / "journal.jsonl"):
+            if line["kind"] == "metrics":
+                wanted |= line["values"]
+        kept = self._client.get_run(self._state.run_id).data.metrics
+        lost = [name for name, value in wanted.items() if kept.get(name) != value]
+        if lost:
+            self._tail.offset = 0
+            self._state = replace(self._state, offset=0)
+            write_state(self._run, self._state)
+            raise self._mlflow.MlflowException(f"MLflow has not kept what it took, such as {lost[0]}")
+
+    def _outcome(self) -> str:
+        """What status.json says, which has room for an ending even where the journal has none."""
+        path = self._run / "status.json"
+        with contextlib.suppress(OSError, ValueError):
+            return str(json.loads(path.read_text())["outcome"])
+        return "running"
 
     def _mark(self) -> None:
         state = replace(self._state, offset=self._tail.offset)
         if state != read_state(self._run):
             self._state = state
-            write_whole(self._run / "mirror.json", json.dumps(asdict(state)).encode())
+            # First what was sent: after a power cut the journal must not end before the place that is noted.
+            journal = os.open(self._run / "journal.jsonl", os.O_RDONLY)
+            os.fsync(journal)
+            os.close(journal)
+            write_state(self._run, state)
 
     def _flush(self) -> None:
         for start in range(0, len(self._pending), BATCH):
@@ -106,6 +130,8 @@ class Mirror:
         else:
             tags = line["tags"] | {RUN_TAG: line["id"]}
             run_id = self._client.create_run(experiment, start_time=line["at"], tags=tags, run_name=line["name"]).info.run_id
+        if not run_id:
+            raise self._mlflow.MlflowException("the server has made a run without an id")
         self._client.log_batch(run_id, params=[self._param(name, str(value)) for name, value in line["params"].items()])
         self._state = replace(self._state, run_id=run_id, experiment_id=experiment)
 
@@ -169,6 +195,7 @@ def locked(path: Path) -> Generator[None]:
 
 def follow(run: Path, closed: threading.Event) -> bool:
     """Mirror until nobody writes any more; whether MLflow then has all of it."""
+    from google.protobuf.json_format import ParseError
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -182,21 +209,14 @@ def follow(run: Path, closed: threading.Event) -> bool:
             if ending:
                 mirror.settle()
                 return True
-        except (MlflowException, SQLAlchemyError, OSError) as error:
+        except (MlflowException, SQLAlchemyError, OSError, ValueError, ParseError) as error:
             log.warning("%s", error)
-            note(run, " ".join(str(error).split())[:300] or type(error).__name__)
+            note(run, explained(error))
             if mirror is not None:
                 mirror.failed()
             if ending:
                 return False
         closed.wait(PAUSE_SECONDS)
-
-
-def note(run: Path, error: str | None) -> None:
-    """Say what goes wrong, or that nothing does so far."""
-    state = read_state(run)
-    if state.error != error:
-        write_whole(run / "mirror.json", json.dumps(asdict(replace(state, error=error))).encode())
 
 
 def main() -> int:

@@ -1,4 +1,7 @@
-"""Checkpoints: written whole, hashed, listed in an index; the newest good one is what a run resumes from."""
+"""Checkpoints: written whole, hashed, listed in an index; the newest good one is what a run resumes from.
+
+A file proves itself too, by a digest of its tensors in its header: where the index is damaged it is made anew from the files.
+"""
 
 import hashlib
 import json
@@ -7,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
@@ -31,9 +35,31 @@ def weights_sha256(tensors: dict[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def state_bytes(model: nn.Module) -> bytes:
-    """A model's tensors as safetensors."""
-    return to_bytes(_plain(model.state_dict()))
+def packed(tensors: dict[str, Tensor], **facts: str) -> bytes:
+    """Tensors and what is to be known of them as safetensors, with a digest over all of it."""
+    plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    # Under one key: safetensors writes several in no fixed order.
+    return to_bytes(plain, {"lockstep": json.dumps(facts | {"digest": _proof(plain, facts)})})
+
+
+def facts_of(content: bytes) -> dict[str, str]:
+    """What is known of a file's tensors."""
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return dict(json.loads(header["__metadata__"]["lockstep"]))
+
+
+def proven(content: bytes) -> dict[str, str] | None:
+    """The same, if the file is whole."""
+    try:
+        facts = facts_of(content)
+        digest = facts.pop("digest")
+        return facts if _proof(from_bytes(content), facts) == digest else None
+    except (SafetensorError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _proof(tensors: dict[str, Tensor], facts: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps([weights_sha256(tensors), facts], sort_keys=True).encode()).hexdigest()
 
 
 class Checkpoints:
@@ -48,8 +74,7 @@ class Checkpoints:
         content = self._ranks.from_first(self._ranks.only_first(self._newest, b""))
         if not content:
             return 0
-        tensors = from_bytes(content)
-        step = int(tensors.pop("step").item())
+        tensors, step = from_bytes(content), int(facts_of(content)["step"])
         model.load_state_dict({name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")})
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         state: dict[int, dict[str, Tensor]] = {}
@@ -65,66 +90,105 @@ class Checkpoints:
         """Write a checkpoint of this step, unless there is one, and drop the oldest."""
         if step == self._saved:
             return
-        self._saved = step
-        self._ranks.only_first(lambda: self._write(step, model, optimizer), None)
+        before, self._saved = self._saved, step
+        self._ranks.only_first(lambda: self._write(step, before, model, optimizer), None)
 
     def save_best(self, model: nn.Module, step: int, accuracy: float) -> None:
         """Keep the model with the highest accuracy on validation; of equals, the first."""
         self._ranks.only_first(lambda: self._write_best(model, step, accuracy), None)
 
-    def _write(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
-        tensors = {"step": torch.tensor(step)}
-        tensors |= {f"model.{name}": value for name, value in model.state_dict().items()}
+    def _write(self, step: int, before: int, model: nn.Module, optimizer: Optimizer) -> None:
+        tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
         state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
         for index, values in state.items():
             tensors |= {f"optimizer.{index}.{key}": value for key, value in values.items() if isinstance(value, Tensor)}
-        content = to_bytes(_plain(tensors))
+        content = packed(tensors, step=str(step))
         file = f"step-{step:08d}.safetensors"
         write_whole(self._folder / file, content)
         index = self._index()
-        entries = [entry for entry in index["checkpoints"] if entry["step"] < step]
+        # Not those that were refused when this run went on: they would push out good ones.
+        entries = [entry for entry in index["checkpoints"] if entry["step"] < step and (before < 0 or entry["step"] <= before)]
         entries.append({"step": step, "file": file, "sha256": hashlib.sha256(content).hexdigest()})
-        kept = entries[-self._keep :]
-        self._write_index(index | {"checkpoints": kept})
-        # Only what the index no longer names is removed, and last: a kill anywhere leaves what the index names.
-        for gone in {entry["file"] for entry in index["checkpoints"]} - {entry["file"] for entry in kept}:
-            (self._folder / gone).unlink(missing_ok=True)
+        self._write_index(index | {"checkpoints": entries[-self._keep :]})
 
     def _write_best(self, model: nn.Module, step: int, accuracy: float) -> None:
         index = self._index()
         best = index.get("best")
         if best is not None and best["step"] != step and best["accuracy"] >= accuracy:
             return
-        content = state_bytes(model)
+        content = packed(model.state_dict(), step=str(step), accuracy=repr(accuracy))
         file = f"best-{step:08d}.safetensors"
         write_whole(self._folder / file, content)
         self._write_index(
             index | {"best": {"step": step, "accuracy": accuracy, "file": file, "sha256": hashlib.sha256(content).hexdigest()}}
         )
-        if best is not None and best["file"] != file:
-            (self._folder / best["file"]).unlink(missing_ok=True)
 
     def _newest(self) -> bytes:
-        entries = self._index()["checkpoints"]
-        for entry in reversed(entries):
+        index = self._index()
+        best = index.get("best")
+        entries = index["checkpoints"][::-1]
+        if entries and best is not None and checked(self._folder, best) is None:
+            # From before it, where that can be, the best model comes about again; a later one may beat it anyway.
+            entries.sort(key=lambda entry: entry["step"] >= best["step"])
+        for entry in entries:
             content = checked(self._folder, entry)
             if content is not None:
+                if entry is not index["checkpoints"][-1]:
+                    log.warning("going on from %s", self._folder / entry["file"])
                 return content
-        if entries:
-            raise MachineError(f"{self._folder}: no good checkpoint is left of {len(entries)}; remove the run's folder to start again")
+        if index["checkpoints"]:
+            raise none_left(self._folder, len(index["checkpoints"]))
         return b""
 
     def _index(self) -> dict[str, Any]:
         return read_index(self._folder)
 
     def _write_index(self, index: dict[str, Any]) -> None:
-        write_whole(self._folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+        write_whole(self._folder / INDEX, (json.dumps(index | {"digest": _index_digest(index)}, indent=2) + "\n").encode())
+        # Only what the index does not name is removed, and last: a kill anywhere leaves what the index names.
+        listed = {entry["file"] for entry in [*index["checkpoints"], index.get("best", {"file": ""})]}
+        for path in [*self._folder.glob("*.safetensors"), *self._folder.glob(".*.partial")]:
+            if path.name not in listed:
+                path.unlink(missing_ok=True)
+
+
+def none_left(folder: Path, count: int) -> MachineError:
+    """There were checkpoints, and none is good: never a start from nothing that nobody asked for."""
+    return MachineError(f"{folder}: no good checkpoint is left of {count}; move {folder.parent} away to train from the beginning")
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """What is listed: checkpoints from old to new, and the best model."""
+    """What is listed: checkpoints from old to new, and the best model; where the list is damaged, what the files say of themselves."""
     path = folder / INDEX
-    return json.loads(path.read_text()) if path.exists() else {"checkpoints": []}
+    files = sorted(folder.glob("*-*.safetensors"))
+    try:
+        index: dict[str, Any] = json.loads(path.read_bytes())
+        if index.pop("digest") == _index_digest(index):
+            return index
+    except (FileNotFoundError, ValueError, KeyError, AttributeError, TypeError):
+        pass
+    if files or path.exists():
+        log.warning("%s is damaged or missing; it is made anew from %d files", path, len(files))
+    return _index_of(folder, files)
+
+
+def _index_of(folder: Path, files: list[Path]) -> dict[str, Any]:
+    entries: dict[str, list[dict[str, Any]]] = {"step": [], "best": []}
+    for file in files:
+        content = file.read_bytes()
+        facts = proven(content)
+        if facts is not None:
+            entry = {"step": int(facts["step"]), "file": file.name, "sha256": hashlib.sha256(content).hexdigest()}
+            entries[file.name.partition("-")[0]].append(entry | ({"accuracy": float(facts["accuracy"])} if "accuracy" in facts else {}))
+    written = [file for file in files if file.name.startswith("step-")]
+    if written and not entries["step"]:
+        raise none_left(folder, len(written))
+    best = max(entries["best"], key=lambda one: (one["accuracy"], -one["step"]), default=None)
+    return {"checkpoints": entries["step"]} | ({"best": best} if best else {})
+
+
+def _index_digest(index: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
 def checked(folder: Path, entry: dict[str, Any]) -> bytes | None:
@@ -142,7 +206,3 @@ def _laid_out_like(parameter: Tensor, value: Tensor) -> Tensor:
     if value.shape != parameter.shape:
         return value
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().cpu().contiguous() for name, value in tensors.items()}

@@ -43,6 +43,7 @@ def main(job: Job) -> None:
     """Train, and leave behind what the launcher publishes."""
     with joined(job) as group:
         journal = group.only_first(lambda: Journal(job.journal), Silent())
+        logging.getLogger("pipeline").addHandler(Notes(journal))
         model, step, finished = train(job, group, journal)
         if not finished:
             journal.event("stopped", step=step)
@@ -50,6 +51,18 @@ def main(job: Job) -> None:
         digest = weights_sha256(model.state_dict())
         group.only_first(lambda: export(job, model), None)
         journal.event("finished", step=step, weights_sha256=digest)
+
+
+class Notes(logging.Handler):
+    """Warnings on their way to people, who watch the journal and not a rank's log."""
+
+    def __init__(self, journal: Writer):
+        super().__init__(logging.WARNING)
+        self._journal = journal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One line in the journal."""
+        self._journal.event("note", text=record.getMessage())
 
 
 @contextmanager
