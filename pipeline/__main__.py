@@ -68,6 +68,8 @@ def parser() -> argparse.ArgumentParser:
         each[name].add_argument(
             "--params", type=Path, default=Path("params.yaml"), help="the experiment; all paths are relative to its folder"
         )
+    resume = "go on from this run's checkpoint; refused, with what differs, where it is another experiment"
+    each["train"].add_argument("--resume", type=Path, metavar="RUN", help=resume)
     each["lead"].add_argument("--workers", type=number(0, 10000), help="machines beside this one (default: dist.nodes less one)")
     each["lead"].add_argument("--port", type=number(1, 65535), help="where workers join (default: 29400)")
     each["lead"].add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND…", help="what to run, with its own arguments")

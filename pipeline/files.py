@@ -1,6 +1,7 @@
 """Where the files of an experiment are, and how one is written so that nobody sees half of it."""
 
 import errno
+import fcntl
 import os
 import shutil
 import tempfile
@@ -49,6 +50,14 @@ def whole_folder(path: Path) -> Generator[Path]:
         os.replace(scratch, path)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def locked(path: Path) -> Generator[None]:
+    """Wait for a lock of the kernel's and hold it; it lets go when this process ends, however it ends."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,11 @@ class Job(BaseModel):
         return self.run / "checkpoints"
 
     @property
+    def writing(self) -> Path:
+        """The lock that the rank which writes journal and checkpoints holds as long as it lives."""
+        return self.run / "writing.lock"
+
+    @property
     def result(self) -> Path:
         """What evaluate's ranks found."""
         return self.run / "evaluation.json"

@@ -16,10 +16,11 @@ from pipeline.files import Paths, whole_folder, write_whole
 from pipeline.job import Job
 from pipeline.launch import machine
 from pipeline.launch.crew import spread
-from pipeline.launch.fingerprint import fingerprint, versions
+from pipeline.launch.fingerprint import fingerprint, versions, whole_identity
 from pipeline.launch.lock import held
 from pipeline.launch.placement import Placement, place
 from pipeline.launch.progress import Progress
+from pipeline.launch.resume import adopt, write_identity
 from pipeline.launch.work import Work, newest_checkpoint, opening
 from pipeline.report import plots
 from pipeline.tracking import journal as journals
@@ -30,7 +31,7 @@ from pipeline.tracking.mirrored import read_state
 log = logging.getLogger(__name__)
 
 
-def run(config: Config, paths: Paths) -> int:
+def run(config: Config, paths: Paths, resume: Path | None = None) -> int:
     """Train, or recognise that it is done; returns the exit code."""
     config = spread(config)
     placement = place(config, machine.look())
@@ -40,7 +41,8 @@ def run(config: Config, paths: Paths) -> int:
     if steps_per_epoch == 0:
         counted = f"{manifest.counts['train']} training images do not fill a global batch of {config.dist.global_batch}"
         raise ConfigError(f"dist.batch_size_per_gpu: {counted}; lower it")
-    name = fingerprint(config, placement, manifest.digest)
+    identity = whole_identity(config, placement, manifest.digest)
+    name = fingerprint(identity)
     job = Job(
         config=config,
         device=placement.device,
@@ -56,10 +58,15 @@ def run(config: Config, paths: Paths) -> int:
             log.info("finished already, published again: %s, MLflow run %s", job.run, proof["mlflow_run_id"] or read_state(job.run).run_id)
             return 0
         store.verify(paths.prepared, manifest, ("train", "validation"))
+        write_identity(job.run, identity)
+        title = f"{config.model.name} on {config.data.name} {name[:6]}"
+        adopted = adopt(resume, job, identity, opening(config, paths, title)) if resume else None
         progress = Progress(job.journal, steps_per_epoch * config.train.epochs, steps_per_epoch)
         where = f"{config.dist.world_size} x {placement.device}, {placement.backend}, {placement.precision}"
         kept = newest_checkpoint(job.run)
         progress.say(f"training {config.model.name} on {manifest.name}: {where}, run {name}" + (f", going on from {kept}" if kept else ""))
+        if adopted:
+            progress.say(adopted)
         return carry_out(job, paths, lock, progress, facts(config, placement, manifest, name, receipt.git_state()))
 
 

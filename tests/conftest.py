@@ -2,12 +2,10 @@
 
 import json
 import os
-import pickle
 import re
 import shutil
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as processes
 import yaml
 
-from pipeline import prepare, ranks
+from pipeline import prepare
 from pipeline.config import Config
 from pipeline.files import Paths
 from pipeline.job import Job
 from tests.compose import IMAGE, USER, Project, sh
+from tests.groups import run_ranks
+
+__all__ = ["run_ranks"]
 
 ROOT = Path(__file__).parents[1]
 # As ranks have it: kernels round differently with another number of threads.
@@ -70,6 +70,10 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 # With a global batch that three ranks can share.
 SMALL = settings(data__name="synthetic:3000", dist__batch_size_per_gpu=96)
+
+
+# Long enough to be hurt.
+LONGER = {"data": {"name": "synthetic:6000"}, "train__epochs": 4, "model__name": "lenet", "checkpoint__every_steps": 20}
 
 
 def clean_environment() -> dict[str, str]:
@@ -172,38 +176,13 @@ def make_job(folder: Path, precision: str = "fp32", **changes: Any) -> Job:
     return Job.model_validate(values)
 
 
-def _as_rank(rank: int, size: int, folder: str, work: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
-    os.environ |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
-    try:
-        torch.set_num_threads(1)
-        group = ranks.join("cpu", "gloo", ranks.Seat(torch.distributed.FileStore(f"{folder}/rendezvous", size), rank, size), 60)
-        results = [function(group, *arguments) for function, arguments in work]
-        ranks.leave(group)
-        Path(folder, f"{rank}.result").write_bytes(pickle.dumps(results))
-    except BaseException:
-        Path(folder, f"{rank}.error").write_text(traceback.format_exc())
-        os._exit(1)
-
-
-@pytest.fixture
-def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[list[Any]]]:
-    """`run_ranks(3, (function, (argument,)), …)`: what every function returned on every rank; a rank that raises fails the test."""
-
-    def run(size: int, *work: tuple[Callable[..., Any], tuple[Any, ...]]) -> list[list[Any]]:
-        folder = tmp_path_factory.mktemp("ranks")
-        context = processes.get_context("spawn")
-        started = [context.Process(target=_as_rank, args=(rank, size, str(folder), list(work)), daemon=True) for rank in range(size)]
-        for process in started:
-            process.start()
-        for process in started:
-            process.join(600)
-            # A rank that hangs must not take part in the tests after this one.
-            process.kill()
-        errors = [path.read_text() for path in sorted(folder.glob("*.error"))]
-        assert not errors, "\n".join(errors)
-        return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(size)]
-
-    return run
+@pytest.fixture(scope="session")
+def unhurt(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
+    """The long experiment, left alone."""
+    experiment = Experiment(tmp_path_factory.mktemp("unhurt")).set(**LONGER)
+    experiment.run("prepare")
+    experiment.run("train")
+    return experiment
 
 
 @pytest.fixture(scope="session")

@@ -118,13 +118,13 @@ def test_a_repository_that_git_does_not_trust_is_trusted_after_the_cure() -> Non
 
 def test_ranks_that_share_gpus_are_wrong_and_the_cure_is_the_same_experiment() -> None:
     config = Config.model_validate(settings(dist__world_size=4, dist__batch_size_per_gpu=16, dist__lanes_per_rank=[1, 1, 1, 1]))
-    (found,) = doctor.ranks(config, Machine(["H200"] * 3, 9, "cpu", True))
+    (found,) = doctor.ranks(config, Machine(["H200"] * 3, 9, "cpu", True, 13000))
     assert found.kind == "wrong"
     changes = yaml.safe_load("{" + found.cure.removeprefix("set dist.") + "}")
     assert changes == {"world_size": 2, "batch_size_per_gpu": 32, "lanes_per_rank": None}
     cured = Config.model_validate(config.model_dump() | {"dist": config.dist.model_dump() | changes})
     assert cured.identity("", "", "") == config.identity("", "", "")
-    assert doctor.ranks(cured, Machine(["H200"] * 3, 9, "cpu", True))[0].kind == "ok"
+    assert doctor.ranks(cured, Machine(["H200"] * 3, 9, "cpu", True, 13000))[0].kind == "ok"
 
 
 def test_more_threads_than_cores_are_a_note() -> None:

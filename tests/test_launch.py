@@ -16,7 +16,7 @@ from pipeline.config import Config, ConfigError, MachineError
 from pipeline.launch import crew, network
 from pipeline.launch import fingerprint as fingerprints
 from pipeline.launch.engine import engine
-from pipeline.launch.fingerprint import fingerprint
+from pipeline.launch.fingerprint import fingerprint, whole_identity
 from pipeline.launch.lock import held
 from pipeline.launch.machine import Machine
 from pipeline.launch.placement import place
@@ -24,9 +24,9 @@ from tests.conftest import Experiment, settings
 
 NO_GPU = Machine([], 0, "a cpu", True)
 OLD_CPU = Machine([], 0, "an old cpu", False)
-TWO_GPUS = Machine(["H200", "H200"], 9, "a cpu", True)
-ONE_GPU = Machine(["H200"], 9, "a cpu", True)
-OLD_GPUS = Machine(["V100", "V100"], 7, "a cpu", True)
+TWO_GPUS = Machine(["H200", "H200"], 9, "a cpu", True, 13000)
+ONE_GPU = Machine(["H200"], 9, "a cpu", True, 13000)
+OLD_GPUS = Machine(["V100", "V100"], 7, "a cpu", True, 13000)
 
 
 def config(**changes) -> Config:
@@ -55,7 +55,7 @@ def test_auto_is_what_the_machine_can_do(machine: Machine, changes, expected: tu
     [
         (NO_GPU, r"needs GPUs.*set backend: gloo"),
         (ONE_GPU, r"2 ranks, 1 GPUs.*set world_size: 1"),
-        (Machine(["A100", "H200"], 8, "a cpu", True), "several kinds"),
+        (Machine(["A100", "H200"], 8, "a cpu", True, 13000), "several kinds"),
     ],
 )
 def test_what_cannot_be_names_the_setting_that_works(machine: Machine, part: str) -> None:
@@ -64,7 +64,7 @@ def test_what_cannot_be_names_the_setting_that_works(machine: Machine, part: str
 
 
 def name(machine: Machine = NO_GPU, digest: str = "d", **changes) -> str:
-    return fingerprint(config(**changes), place(config(**changes), machine), digest)
+    return fingerprint(whole_identity(config(**changes), place(config(**changes), machine), digest))
 
 
 def test_the_fingerprint_follows_from_identity_data_and_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -162,8 +162,14 @@ def test_the_interface_towards_a_host_is_known() -> None:
     assert network.interface("203.0.113.77") is None
 
 
-def test_a_group_that_is_not_whole_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+def test_a_group_that_is_not_whole_does_not_begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"),
+    }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(MachineError, match=r"1 of 2 ranks together.*clocks"):
         ranks.seat(2, 5)

@@ -3,55 +3,17 @@
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
-import mlflow
 import psutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.conftest import Experiment
+from tests.conftest import LONGER, Experiment
+from tests.trainings import experiment_steps, mlflow_runs, ranks_of, same_figures, wait_for_step, weights
 
 pytestmark = pytest.mark.slow
-
-LONGER = {"data": {"name": "synthetic:6000"}, "train__epochs": 4, "model__name": "lenet", "checkpoint__every_steps": 20}
-
-
-def wait_for_step(experiment: Experiment, step: int, process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 120
-    while time.monotonic() < until:
-        assert process.poll() is None, process.communicate()[0]
-        if list((experiment.folder / "runs").glob("*/journal.jsonl")) and any(
-            line["step"] >= step for line in experiment.journal("metrics")
-        ):
-            return
-        time.sleep(0.02)
-    raise AssertionError("the step was never reached")
-
-
-def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    children = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in children if "pipeline.training.rank" in child.cmdline() and "torch.distributed.run" not in child.cmdline()]
-
-
-def weights(experiment: Experiment) -> str:
-    return experiment.json("models/receipt.json")["weights_sha256"]
-
-
-def mlflow_runs(experiment: Experiment) -> list[mlflow.entities.Run]:
-    client = mlflow.MlflowClient(f"sqlite:///{experiment.folder / 'mlflow.db'}")
-    return [run for one in client.search_experiments() for run in client.search_runs([one.experiment_id])]
-
-
-@pytest.fixture(scope="module")
-def unhurt(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
-    """The experiment left alone."""
-    experiment = Experiment(tmp_path_factory.mktemp("unhurt")).set(**LONGER)
-    experiment.run("prepare")
-    experiment.run("train")
-    return experiment
 
 
 def test_stopped_anywhere_and_resumed_on_other_ranks_it_ends_with_the_same_bits(unhurt: Experiment, experiment: Experiment) -> None:
@@ -80,27 +42,6 @@ def test_stopped_anywhere_and_resumed_on_other_ranks_it_ends_with_the_same_bits(
     same_figures(experiment, unhurt)
 
 
-def experiment_steps(experiment: Experiment) -> int:
-    return experiment.json("models/receipt.json")["steps"]
-
-
-def same_figures(experiment: Experiment, other: Experiment) -> None:
-    """Every figure of learning in receipt and journal is the same, each once."""
-    mine, theirs = (one.json("models/receipt.json") for one in (experiment, other))
-    for key in ("weights_sha256", "model_sha256", "steps", "best", "epochs", "fingerprint", "data_digest"):
-        assert mine[key] == theirs[key], key
-    figures = [
-        [
-            (line["step"], name, value)
-            for line in one.journal("metrics")
-            for name, value in line["values"].items()
-            if "per_second" not in name
-        ]
-        for one in (experiment, other)
-    ]
-    assert figures[0] == figures[1]
-
-
 def test_a_killed_rank_costs_a_restart_and_not_one_bit(unhurt: Experiment, experiment: Experiment) -> None:
     experiment.set(**LONGER).run("prepare")
     process = experiment.start("train")
@@ -109,7 +50,7 @@ def test_a_killed_rank_costs_a_restart_and_not_one_bit(unhurt: Experiment, exper
     os.kill(victim.pid, signal.SIGKILL)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 0, said
-    assert "restart 1 of 3" in said
+    assert "rank 1 was ended by SIGKILL in step " in said
     assert weights(experiment) == weights(unhurt)
     same_figures(experiment, unhurt)
     assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]

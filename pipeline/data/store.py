@@ -46,6 +46,7 @@ def write(folder: Path, made_for: dict[str, str | int | float | None], splits: d
     name = str(made_for["data.name"])
     for split_name, split in splits.items():
         _check(f"{name}, {split_name}", split, class_names)
+    _check_together(name, splits, class_names)
     with whole_folder(folder) as scratch:
         check_room(scratch, sum(array.nbytes for split in splits.values() for array in split))
         sha256s: dict[str, str] = {}
@@ -76,6 +77,18 @@ def _check(where: str, split: Split, class_names: list[str]) -> None:
     wrong = np.flatnonzero((labels < 0) | (labels >= len(class_names)))
     if len(wrong):
         raise DataError(f"{where}: image {wrong[0]} has label {labels[wrong[0]]}; there are {len(class_names)} classes")
+
+
+def _check_together(name: str, splits: dict[str, Split], class_names: list[str]) -> None:
+    shapes = {split_name: split.images.shape[1:] for split_name, split in splits.items()}
+    if len(set(shapes.values())) > 1:
+        raise DataError(f"{name}: images of several shapes: {shapes}; set data.image_size")
+    _, height, width = shapes["train"]
+    if height != width:
+        raise DataError(f"{name}: images of {height} x {width} pixels; set data.image_size to make them square")
+    empty = np.flatnonzero(np.bincount(splits["train"].labels, minlength=len(class_names)) == 0)
+    if len(empty):
+        raise DataError(f"{name}, train: class {empty[0]} ({class_names[empty[0]]}) has no image, of {len(splits['train'].labels)}")
 
 
 def _mean_and_std(images: NDArray[np.uint8]) -> tuple[list[float], list[float]]:

@@ -3,6 +3,7 @@
 import hashlib
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from pipeline.config import Config, digest
 from pipeline.launch.placement import Placement
@@ -27,7 +28,12 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in ("torch", "torchvision", "numpy")}
 
 
-def fingerprint(config: Config, placement: Placement, data_digest: str) -> str:
-    """16 hexadecimal digits: the same for the same experiment on any placement."""
+def whole_identity(config: Config, placement: Placement, data_digest: str) -> dict[str, Any]:
+    """All that a fingerprint is made of."""
     identity = config.identity(placement.device_kind, placement.precision, placement.backend)
-    return digest([identity, data_digest, versions(), source_digest()])[:16]
+    return identity | {"prepared data": data_digest, "versions": versions(), "source of what a rank runs": source_digest()}
+
+
+def fingerprint(identity: dict[str, Any]) -> str:
+    """16 hexadecimal digits: the same for the same experiment on any placement."""
+    return digest(identity)[:16]

@@ -25,22 +25,23 @@ PATIENCE_SECONDS = 90
 def held(path: Path) -> Generator[int]:
     """Hold the lock, or say who does; the kernel lets go of it when all who have its descriptor have ended, however they end.
 
-    torchrun is given the descriptor too: after a kill of the launcher its ranks are still saving, and the next start waits for them.
+    torchrun is given the descriptor too, and the rank that writes holds `writing.lock`: after a kill of the launcher its ranks are
+    still saving, and the next start waits for them.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         until, waiting = time.monotonic() + PATIENCE_SECONDS, False
-        while not _locked(file):
-            if time.monotonic() > until or _holder_lives(file):
+        while not (mine := _locked(file)) or not _is_free(path.with_name("writing.lock")):
+            if time.monotonic() > until or (not mine and _holder_lives(file)):
                 raise MachineError(f"{path.parent}: this experiment is running already, {_holder(file)}; wait for it or stop it")
             if not waiting:
                 log.info("%s: an earlier start was killed and its ranks are still saving; waiting for them", path.parent)
             waiting = True
             time.sleep(0.2)
-        mine = {"host": socket.gethostname(), "pid": os.getpid(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
+        me = {"host": socket.gethostname(), "pid": os.getpid(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
         os.truncate(file, 0)
-        os.pwrite(file, json.dumps(mine).encode(), 0)
+        os.pwrite(file, json.dumps(me).encode(), 0)
         yield file
     finally:
         os.close(file)
@@ -52,6 +53,12 @@ def _locked(file: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _is_free(path: Path) -> bool:
+    """Whether nobody holds this lock now."""
+    with path.open("a") as file:
+        return _locked(file.fileno())
 
 
 def _holder_lives(file: int) -> bool:

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.config import MachineError
@@ -34,13 +35,15 @@ class Machine:
     capability: int
     cpu: str
     cpu_has_bf16: bool
+    # The CUDA that the driver can do, as 13000 for 13.0; 0 without one.
+    driver: int = 0
 
 
 def look() -> Machine:
     """This machine, as CUDA_VISIBLE_DEVICES leaves it."""
-    gpus, capability = _gpus()
+    gpus, capability, driver = _gpus()
     cpu, has_bf16 = _cpu(Path("/proc/cpuinfo"))
-    return Machine(gpus, capability, cpu, has_bf16)
+    return Machine(gpus, capability, cpu, has_bf16, driver)
 
 
 def user() -> str:
@@ -75,15 +78,24 @@ def _overrides() -> list[str]:
     return [f"{name}={os.environ[name]}" for name in OVERRIDES if name in os.environ]
 
 
-def _gpus() -> tuple[list[str], int]:
-    """The names of the visible GPUs and the lowest capability among them, asked of the driver."""
+def cuda_of_torch() -> int:
+    """The CUDA that torch was built with, as 13000 for 13.0; read without importing it."""
+    spec = find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    found = re.search(r"cuda\b.*= '(\d+)\.(\d+)'", Path(spec.origin).with_name("version.py").read_text())
+    return int(found[1]) * 1000 + int(found[2]) * 10 if found else 0
+
+
+def _gpus() -> tuple[list[str], int, int]:
+    """The names of the visible GPUs, the lowest capability among them, and what the driver can do, asked of the driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return [], 0
-    count, device, major, minor = (ctypes.c_int() for _ in range(4))
+        return [], 0, 0
+    count, device, major, minor, version = (ctypes.c_int() for _ in range(5))
     if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
-        return [], 0
+        return [], 0, 0
     names: list[str] = []
     capabilities: list[int] = []
     for index in range(count.value):
@@ -94,4 +106,5 @@ def _gpus() -> tuple[list[str], int]:
         # The first weights are drawn on the host.
         names.append(" ".join([name.value.decode(), "on", platform.machine(), *_overrides()]))
         capabilities.append(major.value)
-    return names, min(capabilities, default=0)
+    cuda.cuDriverGetVersion(ctypes.byref(version))
+    return names, min(capabilities, default=0), version.value

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.config import Config, MachineError
-from pipeline.launch.machine import AMPERE, Machine
+from pipeline.launch.machine import AMPERE, Machine, cuda_of_torch
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,12 @@ def place(config: Config, machine: Machine) -> Placement:
             f"GPUs of several kinds ({', '.join(sorted(set(machine.gpus)))}) compute different bits; pick with CUDA_VISIBLE_DEVICES"
         )
     gpus = len(machine.gpus)
+    # Within a major version an older driver will do.
+    if gpus and machine.driver // 1000 < cuda_of_torch() // 1000:
+        can, needs = (f"{one // 1000}.{one % 1000 // 10}" for one in (machine.driver, cuda_of_torch()))
+        raise MachineError(
+            f"the GPU's driver can do CUDA {can} and torch needs {needs}; update the driver, or set CUDA_VISIBLE_DEVICES= for CPUs"
+        )
     if dist.backend == "nccl" and gpus == 0:
         raise MachineError("dist.backend: nccl needs GPUs and this machine shows none; set backend: gloo (or auto)")
     if dist.backend == "nccl" and gpus < here:

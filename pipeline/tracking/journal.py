@@ -14,6 +14,7 @@ class Writer(Protocol):
 
     def metrics(self, values: dict[str, float], step: int) -> None: ...
     def event(self, kind: str, **fields: Any) -> None: ...
+    def sync(self) -> None: ...
 
 
 class Silent:
@@ -23,6 +24,9 @@ class Silent:
         """Nothing."""
 
     def event(self, kind: str, **fields: Any) -> None:
+        """Nothing."""
+
+    def sync(self) -> None:
         """Nothing."""
 
 
@@ -59,6 +63,10 @@ class Journal:
             os.ftruncate(self._file, before)
             needed = f"{os.strerror(errno.ENOSPC)}: {len(line)} bytes are needed, {written} were free"
             raise OSError(errno.ENOSPC, needed, str(self._path))
+
+    def sync(self) -> None:
+        """See that it is on the disk: a checkpoint must not survive a power cut that the figures before it do not."""
+        os.fsync(self._file)
 
     def close(self) -> None:
         """Write no more."""

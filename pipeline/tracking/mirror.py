@@ -5,7 +5,6 @@ the run is marked KILLED. Metrics carry the journal's own times, so sending a li
 """
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from pipeline.files import locked
 from pipeline.tracking.journal import Tail, last, read
 from pipeline.tracking.mirrored import State, explained, note, read_state, server_of, write_state
 
@@ -182,14 +182,6 @@ def _opening(uri: str) -> Generator[None]:
         yield
         return
     with locked(Path(uri.removeprefix("sqlite:///") + ".lock")):
-        yield
-
-
-@contextmanager
-def locked(path: Path) -> Generator[None]:
-    """Wait for a lock of the kernel's and hold it."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -69,7 +69,9 @@ def run(model: nn.Module, steps: Steps, parts: Parts) -> int:
             parts.checkpoints.save_best(model, step, result.accuracy)
             speed.restart(step)
         if step % steps.per_checkpoint == 0:
+            parts.journal.sync()
             parts.checkpoints.save(step, parts.guard.sound(step), parts.optimizer)
+    parts.journal.sync()
     parts.checkpoints.save(step, parts.guard.sound(step), parts.optimizer)
     return step
 

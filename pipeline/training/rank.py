@@ -21,6 +21,7 @@ from pipeline.config import ConfigError, DataError, MachineError, draw_seed
 from pipeline.data import augment, store
 from pipeline.data.batches import Batches, Pixels, resident
 from pipeline.data.order import Order
+from pipeline.files import locked
 from pipeline.job import Job
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.ranks import Ranks
@@ -41,7 +42,7 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.E
 
 def main(job: Job) -> None:
     """Train, and leave behind what the launcher publishes."""
-    with joined(job) as group:
+    with joined(job) as group, group.only_first(lambda: locked(job.writing), contextlib.nullcontext()):
         journal = group.only_first(lambda: Journal(job.journal), Silent())
         logging.getLogger("pipeline").addHandler(Notes(journal))
         model, step, finished = train(job, group, journal)

@@ -1,0 +1,72 @@
+"""Go on from a run that is named by hand: only where it is the same experiment, under `native` also on another placement."""
+
+import json
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import ConfigError
+from pipeline.files import whole_folder, write_whole
+from pipeline.job import Job
+from pipeline.launch.work import newest_checkpoint
+from pipeline.tracking import journal as journals
+from pipeline.tracking.journal import Journal
+
+IDENTITY = "identity.json"
+# What under `native` is part of the identity, as it changes the bits, but not what is learned from which samples.
+PLACEMENT = {"dist.world_size", "dist.nodes", "dist.accumulation", "dist.backend"}
+
+
+def write_identity(run: Path, identity: dict[str, Any]) -> None:
+    """What this run's fingerprint is made of, for whoever asks what differs."""
+    if not (run / IDENTITY).exists():
+        write_whole(run / IDENTITY, (json.dumps(identity, indent=2) + "\n").encode())
+
+
+def adopt(source: Path, job: Job, identity: dict[str, Any], opening: dict[str, Any]) -> str | None:
+    """Take over another run's checkpoints and figures; ConfigError names what differs. Returns what to tell people."""
+    if source.resolve() == job.run.resolve():
+        return None
+    try:
+        other: dict[str, Any] = json.loads((source / IDENTITY).read_text())
+    except (OSError, ValueError):
+        raise ConfigError(f"--resume: {source} is no folder of a run; name one such as runs/0123456789abcdef") from None
+    then, now = _flat(other), _flat(identity)
+    differing = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
+    native = then.get("dist.reduction") == now.get("dist.reduction") == "native"
+    hindering = [key for key in differing if not (native and key in PLACEMENT)]
+    if hindering:
+        named = "; ".join(f"{key}: {then.get(key)!r} there, {now.get(key)!r} here" for key in hindering)
+        raise ConfigError(f"--resume: {source} is another experiment ({named}); without --resume this one trains from its own checkpoints")
+    newest = newest_checkpoint(source)
+    if newest is None or newest_checkpoint(job.run):
+        return None
+    _copy(source, job, int(Path(newest).stem.partition("-")[2]), opening)
+    changed = ", ".join(f"{key} {then[key]} -> {now[key]}" for key in differing)
+    return (
+        f"going on from {newest} with {changed}: the same samples in the same order, none twice and none left out; "
+        "`native` sums in another order there, so the bits are those of neither"
+    )
+
+
+def _copy(source: Path, job: Job, step: int, opening: dict[str, Any]) -> None:
+    """The checkpoints, last of all, and every figure up to the newest one."""
+    job.journal.unlink(missing_ok=True)
+    journal = Journal(job.journal)
+    tags = opening["tags"] | {"lockstep.resumed_from": source.name}
+    journal.event("run", **({"id": uuid.uuid4().hex} | opening | {"tags": tags}))
+    for line in journals.read(source / "journal.jsonl"):
+        if line["kind"] == "metrics" and line["step"] <= step:
+            journal.event("metrics", **{name: value for name, value in line.items() if name != "kind"})
+    journal.close()
+    with whole_folder(job.checkpoints) as scratch:
+        shutil.copytree(source / "checkpoints", scratch, dirs_exist_ok=True)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys as `dist.world_size`."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}  # pyright: ignore
+    return found

@@ -1,0 +1,48 @@
+"""Functions on real ranks, in a group of their own without torchrun."""
+
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as processes
+
+from pipeline import ranks
+
+
+def _as_rank(rank: int, size: int, folder: str, work: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
+    os.environ |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+    try:
+        torch.set_num_threads(1)
+        group = ranks.join("cpu", "gloo", ranks.Seat(torch.distributed.FileStore(f"{folder}/rendezvous", size), rank, size), 60)
+        results = [function(group, *arguments) for function, arguments in work]
+        ranks.leave(group)
+        Path(folder, f"{rank}.result").write_bytes(pickle.dumps(results))
+    except BaseException:
+        Path(folder, f"{rank}.error").write_text(traceback.format_exc())
+        os._exit(1)
+
+
+@pytest.fixture
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[list[Any]]]:
+    """`run_ranks(3, (function, (argument,)), …)`: what every function returned on every rank; a rank that raises fails the test."""
+
+    def run(size: int, *work: tuple[Callable[..., Any], tuple[Any, ...]]) -> list[list[Any]]:
+        folder = tmp_path_factory.mktemp("ranks")
+        context = processes.get_context("spawn")
+        started = [context.Process(target=_as_rank, args=(rank, size, str(folder), list(work)), daemon=True) for rank in range(size)]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(600)
+            # A rank that hangs must not take part in the tests after this one.
+            process.kill()
+        errors = [path.read_text() for path in sorted(folder.glob("*.error"))]
+        assert not errors, "\n".join(errors)
+        return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(size)]
+
+    return run
