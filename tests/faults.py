@@ -1,0 +1,69 @@
+"""The table of faults: `make faults` runs every test that is marked with a case, and prints what was done and what happened."""
+
+from collections import defaultdict
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+CASES = {
+    1: "SIGKILL of any rank, at any step",
+    2: "SIGKILL of a container, or of the leader",
+    3: "SIGTERM to dvc, the train command, torchrun, one rank, pid 1 of a container",
+    4: "SIGINT once, or twice, in each stage",
+    5: "a rank stopped or hanging; a slow one",
+    6: "a rank raises, segfaults or aborts",
+    7: "out of memory",
+    8: "disk full in a checkpoint, the journal, prepare, or an artifact",
+    9: "a checkpoint cut at any length, or one bit flipped",
+    10: "no good checkpoint left",
+    11: "kill -9 between write, fsync, rename, pointer and retention",
+    12: "a raw or prepared file truncated, flipped or missing",
+    13: "wrong labels, classes, shapes, splits, images",
+    14: "a data set that no world size divides",
+    15: "NaN or infinity on one rank",
+    16: "MLflow down at the start, in the middle, at the end",
+    17: "MLflow black-holed, slow, answering 500 or 403, its disk full",
+    18: "a run left RUNNING by kill -9",
+    19: "a port taken; two jobs at once on one machine",
+    20: "a second run of the same experiment",
+    21: "resume on another world size",
+    22: "parameters, data, code or versions changed since the checkpoint",
+    23: "params.yaml wrong",
+    24: "a placement that cannot be; a driver too old",
+    25: "small /dev/shm, read-only root, missing volume, another uid",
+    26: "the clock jumps an hour; names stop resolving",
+    27: "a crash between the end of a stage and dvc.lock",
+    28: "ten kills in one run; during a resume, at an epoch's end, at the last step",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for mark in item.iter_markers("fault"):
+            number, done = mark.args
+            assert number in CASES, f"{item.nodeid}: no case {number}"
+            item.user_properties.append(("fault", (number, done)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A row for every test of every case; a case is passed when all of its tests are."""
+    rows: dict[int, list[tuple[str, str, str]]] = defaultdict(list)
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.stats.get(outcome, []):
+            properties = dict(report.user_properties)
+            happened = str(properties.get("happened", "as it should" if outcome == "passed" else report.longreprtext[-120:]))
+            for number, done in (value for name, value in report.user_properties if name == "fault"):
+                rows[number].append((done, happened, "pass" if outcome == "passed" else outcome))
+    table = Table("#", "case", "what was done", "what happened", "", width=190)
+    passed = 0
+    for number, case in CASES.items():
+        found = rows.get(number) or [("", "no test was run", "missing")]
+        passed += all(outcome == "pass" for _, _, outcome in found)
+        for index, (done, happened, outcome) in enumerate(found):
+            table.add_row(
+                str(number) if not index else "", case if not index else "", done, happened, outcome, end_section=done == found[-1][0]
+            )
+    console = Console(width=190, file=terminalreporter._tw._file)
+    console.print(table)
+    console.print(f"{passed} of {len(CASES)}")

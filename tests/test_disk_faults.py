@@ -1,0 +1,207 @@
+"""Full disks, damaged checkpoints, and kills in the middle of writing one: there is always a good one, and it is found."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import LONGER, ROOT, Experiment
+from tests.test_rank_faults import status
+from tests.trainings import mlflow_runs, same_figures, wait_for_step
+
+Note = Callable[[str, object], None]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 100 MB."""
+    if os.getuid() != 0:
+        pytest.skip("only root can mount a small disk")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100m", "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Leave no byte."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 20, 4096):
+            try:
+                while True:
+                    file.write(b"\0" * size)
+            except OSError:
+                continue
+    return filler
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every_steps", [20, 1000], ids=["in a checkpoint", "in the journal"])
+@pytest.mark.fault(8, "the disk is full, for a checkpoint or for the journal; then there is room again")
+def test_a_full_disk_ends_with_4_and_it_goes_on_once_there_is_room(
+    unhurt: Experiment, small_disk: Path, every_steps: int, record_property: Note
+) -> None:
+    experiment = Experiment(small_disk).set(**LONGER | {"checkpoint__every_steps": every_steps})
+    experiment.run("prepare")
+    process = experiment.start("train")
+    wait_for_step(experiment, 50, process)
+    before = status(experiment)["outcome"]
+    filler = fill(small_disk)
+    said, _ = process.communicate(timeout=120)
+    assert (before, process.returncode) == ("running", 4), said
+    assert "No space left on device" in said
+    assert "bytes are needed" in said
+    assert "starting again" not in said
+    found = status(experiment)
+    assert (found["outcome"], found["exit_code"]) == ("machine", 4)
+    if every_steps == 20:
+        assert Path(found["checkpoint"]).name in ("step-00000040.safetensors", "step-00000060.safetensors")
+        assert not list(experiment.run_folder.glob("checkpoints/.*"))
+    filler.unlink()
+    said = experiment.run("train")
+    assert every_steps != 20 or f"going on from {found['checkpoint']}" in said
+    experiment.run("sync")
+    same_figures(experiment, unhurt)
+    assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
+    record_property("happened", f"exit 4: {found['cause'][-70:]}; with room again bit-equal, one run FINISHED")
+
+
+@pytest.mark.fault(8, "the disk is full while prepare writes")
+def test_prepare_leaves_nothing_half_written_on_a_full_disk(small_disk: Path, record_property: Note) -> None:
+    experiment = Experiment(small_disk).set(**LONGER)
+    filler = fill(small_disk)
+    filler.write_bytes(filler.read_bytes()[: -4 << 20])
+    said = experiment.run("prepare", expect=4)
+    assert "bytes are needed" in said
+    assert [path for path in (small_disk / "data").rglob("*") if path.is_file()] == []
+    filler.unlink()
+    experiment.run("prepare")
+    record_property("happened", "exit 4 with the bytes needed and free, nothing left; with room it prepares")
+
+
+@pytest.mark.slow
+@pytest.mark.fault(8, "the disk for MLflow's artifacts is full")
+def test_artifacts_that_do_not_fit_are_sent_later(experiment: Experiment, small_disk: Path, record_property: Note) -> None:
+    (experiment.folder / "mlartifacts").symlink_to(small_disk)
+    filler = fill(small_disk)
+    experiment.run("prepare")
+    said = experiment.run("train")
+    assert "MLflow does not have all of it yet" in said
+    assert "No space left on device" in said
+    filler.unlink()
+    assert "MLflow has all of it" in experiment.run("sync")
+    assert list(small_disk.rglob("receipt.json"))
+    record_property("happened", "exit 0 with one warning; after sync they are there")
+
+
+@pytest.mark.slow
+@pytest.mark.fault(9, "the newest checkpoint cut short; later one bit of it flipped")
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_taken(
+    unhurt: Experiment, experiment: Experiment, record_property: Note
+) -> None:
+    experiment.set(**LONGER).run("prepare")
+    for step in (70, 150):
+        process = experiment.start("train")
+        wait_for_step(experiment, step, process)
+        process.terminate()
+        assert process.wait(60) == 75
+        process.communicate()
+        path = Path(status(experiment)["checkpoint"])
+        content = bytearray(path.read_bytes())
+        if step == 70:
+            path.write_bytes(content[:-1000])
+        else:
+            content[len(content) // 2] ^= 8
+            path.write_bytes(content)
+        process = experiment.start("train")
+        wait_for_step(experiment, step + 20, process)
+        process.terminate()
+        said, _ = process.communicate(timeout=60)
+        assert f"{path} is damaged" in said
+        assert f"going on from {path.with_name('step-00000060.safetensors' if step == 70 else 'step-00000140.safetensors')}" in said
+    experiment.run("train")
+    same_figures(experiment, unhurt)
+    record_property("happened", "refused by its hash, said so, the one before taken; bit-equal")
+
+
+@pytest.mark.slow
+@pytest.mark.fault(10, "all checkpoints emptied")
+def test_without_a_good_checkpoint_nothing_is_started_from_nothing(experiment: Experiment, record_property: Note) -> None:
+    experiment.set(**LONGER).run("prepare")
+    process = experiment.start("train")
+    wait_for_step(experiment, 50, process)
+    process.terminate()
+    process.communicate(timeout=60)
+    for path in experiment.run_folder.glob("checkpoints/step-*"):
+        path.write_bytes(b"")
+    lines = (experiment.run_folder / "journal.jsonl").read_text().count("train/loss")
+    said = experiment.run("train", expect=4)
+    assert "no good checkpoint is left of 2; move" in said
+    assert (experiment.run_folder / "journal.jsonl").read_text().count("train/loss") == lines
+    record_property("happened", "exit 4: no good checkpoint is left of 2; nothing was trained")
+
+
+# Saves steps 1 to 4 and the best model, in a child that kills itself before its nth open, write, rename, removal or fsync.
+KILLED_WHILE_SAVING = """
+import os, signal, sys
+from pathlib import Path
+from tests.test_checkpoint import Alone, descend, parts
+from pipeline.training.checkpoint import Checkpoints, weights_sha256
+
+def save(folder, upto):
+    model, optimizer = parts()
+    checkpoints = Checkpoints(folder, 2, Alone())
+    begin = checkpoints.restore(model, optimizer)
+    digests = {}
+    for step in range(begin + 1, upto + 1):
+        descend(model, optimizer, range(step - 1, step))
+        digests[step] = weights_sha256(model.state_dict())
+        checkpoints.save_best(model, step, step / 10)
+        checkpoints.save(step, model, optimizer)
+    return digests
+
+folder = Path(sys.argv[1])
+expected = save(folder / "whole", 4)
+kills = steps = 0
+for count in range(1, 10_000):
+    here = folder / str(count)
+    child = os.fork()
+    if not child:
+        left = count
+        def tick(event, arguments):
+            global left
+            if event in ("open", "os.rename", "os.remove", "fsync") and str(here) in str(arguments) + (event == "fsync") * str(here):
+                left -= 1
+                if not left:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        fsync = os.fsync
+        os.fsync = lambda file: (tick("fsync", ""), fsync(file))
+        sys.addaudithook(tick)
+        save(here, 4)
+        os._exit(0)
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
+        break
+    kills += 1
+    model, optimizer = parts()
+    step = Checkpoints(here, 2, Alone()).restore(model, optimizer) if here.exists() else 0
+    assert step in (0, *expected), step
+    assert step == 0 or weights_sha256(model.state_dict()) == expected[step]
+    # Never less than what was whole before this kill.
+    assert step >= steps, (count, step, steps)
+    steps = step
+    assert save(here, 4).get(4, expected[4]) == expected[4]
+print(kills)
+"""
+
+
+@pytest.mark.fault(11, "a process saving four checkpoints and best models, killed before every open, fsync, rename and removal in turn")
+def test_a_kill_anywhere_in_a_save_leaves_a_loadable_checkpoint(tmp_path: Path, record_property: Note) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 40
+    record_property("happened", f"{done.stdout.strip()} kills; always one loadable, never one step less, always the same bits in the end")
