@@ -5,7 +5,7 @@ READY := .venv/.ready
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup repro test test-fast lint lock golden bench up ui
+.PHONY: help setup repro test test-fast lint lock audit golden faults chaos bench up ui
 
 help: ## print this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,8 +39,21 @@ lock: $(READY) ## make requirements-dev.lock, and requirements.lock without the 
 	@$(LOCK) --extra dev --output-file requirements-dev.lock
 	@$(LOCK) --constraint requirements-dev.lock --output-file requirements.lock
 
+# Strict: what could not be asked about fails it, or a service that does not answer would look like no finding.
+audit: $(READY) ## ask whether a package of the locks has a known hole
+	@for lock in requirements.lock requirements-dev.lock; do uv tool run --quiet pip-audit --strict --disable-pip --require-hashes -r $$lock || exit 1; done
+
 golden: $(READY) ## write the golden losses of this kind of machine
 	@python -m pytest tests/test_golden.py --write-golden
+
+faults: $(READY) ## every case of what a run must survive, with a table of what happened
+	@python -m pytest -p tests.faults -m fault
+
+SEED ?= 1
+N ?= 100
+
+chaos: $(READY) ## N faults at random points of small runs; SEED repeats a campaign
+	@python -m tests.chaos --seed $(SEED) --faults $(N)
 
 bench: $(READY) ## what a step, a start and a no-op cost, and against whom
 	@python bench/run.py

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from typing import Any
 
 from pipeline.config import Config, ConfigError, DataError
@@ -46,7 +47,7 @@ def run(config: Config, paths: Paths) -> int:
         def finish(journal: Journal, run_id: str | None) -> str:
             return report(job, paths, manifest.class_names, proof["best"]["step"], journal)
 
-        first_line = opening(trained, paths, f"{trained.model.name} on {manifest.name} {proof['fingerprint'][:6]}")
+        first_line = opening(trained, f"{trained.model.name} on {manifest.name} {proof['fingerprint'][:6]}")
         first_line["id"] = proof["journal"]
         tags: dict[str, Any] = {"dvc.experiment": os.environ.get("DVC_EXP_NAME")}
         return Work("evaluate", job, paths, lock).run("pipeline.training.examine", first_line, tags, Progress(job.journal, 1, 1), finish)
@@ -60,6 +61,9 @@ def read_receipt(paths: Paths) -> dict[str, Any]:
     proof: dict[str, Any] = json.loads(path.read_text())
     model = paths.models / "model.safetensors"
     found = store.sha256(model) if model.exists() else "nothing"
+    if not re.fullmatch("[0-9a-f]{16}", str(proof["fingerprint"])):
+        # It names a folder of runs/.
+        raise DataError(f"{path}: {proof['fingerprint']!r} is no fingerprint; run: python -m pipeline train")
     if found != proof["model_sha256"]:
         raise DataError(f"{model}: expected SHA-256 {proof['model_sha256']}, found {found}; run: python -m pipeline train")
     return proof

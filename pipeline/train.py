@@ -60,7 +60,7 @@ def run(config: Config, paths: Paths, resume: Path | None = None) -> int:
         store.verify(paths.prepared, manifest, ("train", "validation"))
         write_identity(job.run, identity)
         title = f"{config.model.name} on {config.data.name} {name[:6]}"
-        adopted = adopt(resume, job, identity, opening(config, paths, title)) if resume else None
+        adopted = adopt(resume, job, identity, opening(config, title)) if resume else None
         progress = Progress(job.journal, steps_per_epoch * config.train.epochs, steps_per_epoch)
         where = f"{config.dist.world_size} x {placement.device}, {placement.backend}, {placement.precision}"
         kept = newest_checkpoint(job.run)
@@ -81,7 +81,7 @@ def carry_out(job: Job, paths: Paths, lock: int, progress: Progress, proof: dict
         return f"best validation accuracy {best['validation_accuracy']:.4f} in epoch {best['epoch']}"
 
     name = f"{job.config.model.name} on {job.config.data.name} {proof['fingerprint'][:6]}"
-    return Work("train", job, paths, lock).run("pipeline.training.rank", opening(job.config, paths, name), tags(proof), progress, finish)
+    return Work("train", job, paths, lock).run("pipeline.training.rank", opening(job.config, name), tags(proof), progress, finish)
 
 
 def tags(proof: dict[str, Any]) -> dict[str, Any]:
@@ -179,4 +179,5 @@ def journal_artifacts(journal: Journal, job: Job) -> None:
         journal.event("artifact", path=name, folder=None)
     for path in [*sorted(job.checkpoints.glob("*.safetensors")), *sorted((job.run / "plots").glob("curves.*"))]:
         journal.event("artifact", path=path.relative_to(job.run).as_posix(), folder=path.parent.name)
-    journal.event("model", path="model.pt2", shape=store.read_manifest(job.prepared).shape)
+    manifest = store.read_manifest(job.prepared)
+    journal.event("model", path="model.pt2", shape=manifest.shape, num_classes=manifest.num_classes)

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 INSTALLED = Path("/usr/share/datasets/fashion-mnist")
 PACKAGE = "dataset-fashion-mnist"
 CLASSES = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
+# The training images, decoded.
+LONGEST_BYTES = 16 + 60000 * 784
 # SHA-256 of the decoded idx files: Debian's gzip files differ from Zalando's, the bytes inside do not.
 DIGESTS = {
     "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
@@ -103,7 +105,9 @@ def _decoded(folder: Path, name: str) -> bytes:
     plain, packed = folder / name, folder / f"{name}.gz"
     path = plain if plain.exists() else packed
     try:
-        content = path.read_bytes() if path is plain else gzip.decompress(path.read_bytes())
+        with path.open("rb") if path is plain else gzip.open(path) as file:
+            # No further than to see that there is more: a small file can unpack to any size.
+            content = file.read(LONGEST_BYTES + 1)
     except FileNotFoundError:
         raise DataError(f"{packed}: no such file; the folder must hold {', '.join(DIGESTS)} (plain or .gz)") from None
     except (EOFError, zlib.error, OSError) as error:

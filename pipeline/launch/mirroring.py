@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import unquote
 
 import psutil
 
@@ -25,9 +26,19 @@ def tracking_uri(paths: Paths) -> str:
     return named if local == named else f"sqlite:///{paths.home / local}"
 
 
+def without_credentials(uri: str) -> tuple[str, dict[str, str]]:
+    """A server's address without name and password, which MLflow would repeat in every message, and the variables that give it both."""
+    scheme, _, rest = uri.partition("://")
+    both, at, server = rest.rpartition("@")
+    if not at or scheme.lower() not in ("http", "https"):
+        return uri, {}
+    name, _, password = both.partition(":")
+    return f"{scheme}://{server}", {"MLFLOW_TRACKING_USERNAME": unquote(name), "MLFLOW_TRACKING_PASSWORD": unquote(password)}
+
+
 def address(run: Path, paths: Paths) -> str:
     """Where people see the run."""
-    state, uri = read_state(run), tracking_uri(paths)
+    state, (uri, _) = read_state(run), without_credentials(tracking_uri(paths))
     page = f"#/experiments/{state.experiment_id}/runs/{state.run_id}"
     if uri.startswith("http"):
         # In containers the server has one name for them and another for people.
@@ -41,11 +52,12 @@ class MirrorProcess:
     def __init__(self, run: Path, paths: Paths):
         (run / "logs").mkdir(parents=True, exist_ok=True)
         self._run = run
+        uri, credentials = without_credentials(tracking_uri(paths))
         with (run / "logs" / "mirror.log").open("a") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pipeline.tracking.mirror", str(run)],
                 cwd=Path(__file__).parents[2],
-                env=os.environ | QUICK_TO_FAIL | {"MLFLOW_TRACKING_URI": tracking_uri(paths)},
+                env=os.environ | QUICK_TO_FAIL | credentials | {"MLFLOW_TRACKING_URI": uri},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -148,12 +148,11 @@ def sha256_or_none(path: Path) -> str | None:
     return store.sha256(path) if path.exists() else None
 
 
-def opening(config: Config, paths: Paths, name: str) -> dict[str, Any]:
+def opening(config: Config, name: str) -> dict[str, Any]:
     """The first line of a journal: all that MLflow needs to create its run."""
     params = {f"{section}.{key}": value for section, values in config.model_dump(exclude={"seed"}).items() for key, value in values.items()}
     return {
         "experiment": config.tracking.experiment,
-        "artifacts": (paths.home / "mlartifacts").as_uri(),
         "name": name,
         "params": {"seed": config.seed} | params,
         "tags": {"mlflow.source.name": "pipeline", "mlflow.user": machine.user()},

@@ -14,13 +14,13 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from pipeline.files import locked
 from pipeline.tracking.journal import Tail, last, read
 from pipeline.tracking.mirrored import State, explained, note, read_state, server_of, write_state
+from pipeline.tracking.program import Program
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class Mirror:
 
     def _on_run(self, line: dict[str, Any]) -> None:
         """Find the run by our own tag before creating it: a create that was repeated would make two."""
-        experiment = self._experiment(line["experiment"], line["artifacts"])
+        experiment = self._experiment(line["experiment"])
         found = self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{line['id']}'", max_results=1)
         if found:
             run_id = found[0].info.run_id
@@ -135,12 +135,14 @@ class Mirror:
         self._client.log_batch(run_id, params=[self._param(name, str(value)) for name, value in line["params"].items()])
         self._state = replace(self._state, run_id=run_id, experiment_id=experiment)
 
-    def _experiment(self, name: str, artifacts: str | None) -> str:
+    def _experiment(self, name: str) -> str:
         experiment = self._client.get_experiment_by_name(name)
         if experiment is not None:
             return str(experiment.experiment_id)
         # With a server, the server says where artifacts go.
         served = self._mlflow.get_tracking_uri().startswith("http")
+        # Beside runs/, wherever that is now: a journal from elsewhere names a folder that is not this experiment's.
+        artifacts = (self._run.resolve().parents[1] / "mlartifacts").as_uri()
         return str(self._client.create_experiment(name, artifact_location=None if served else artifacts))
 
     def _on_started(self, line: dict[str, Any]) -> None:
@@ -151,24 +153,26 @@ class Mirror:
         self._client.log_batch(self._state.run_id, tags=[self._tag(name, str(value)) for name, value in line["tags"].items()])
 
     def _on_artifact(self, line: dict[str, Any]) -> None:
-        self._client.log_artifact(self._state.run_id, str(self._run / line["path"]), line["folder"])
+        self._client.log_artifact(self._state.run_id, str(self._inside(line["path"])), line["folder"])
 
     def _on_model(self, line: dict[str, Any]) -> None:
         """The finished model, with its signature, loadable with `mlflow.pytorch.load_model` and no code of ours."""
-        import numpy as np
-        import torch
-        from mlflow.models import infer_signature
+        from mlflow.models import Model
 
         if self._client.get_run(self._state.run_id).data.tags.get(MODEL_TAG):
             return
-        program = torch.export.load(self._run / line["path"]).module()
-        example = np.zeros((2, *line["shape"]), np.uint8)
-        signature = infer_signature(example, program(torch.from_numpy(example)).detach().numpy())
+        program = Program(self._inside(line["path"]), line["shape"], line.get("num_classes", -1))
+        # Within its run: else it would be in MLflow's default experiment.
         with self._mlflow.start_run(run_id=self._state.run_id):
-            self._mlflow.pytorch.log_model(
-                program, name="model", signature=signature, input_example=example, pip_requirements=[f"torch=={version('torch')}"]
-            )
+            Model.log(None, program, name="model", flavor_name="pytorch")
         self._client.set_tag(self._state.run_id, MODEL_TAG, "model")
+
+    def _inside(self, name: str) -> Path:
+        """A file of this run: a journal from elsewhere may name any."""
+        path = (self._run / name).resolve()
+        if not path.is_relative_to(self._run.resolve()):
+            raise OSError(f"{self._run / 'journal.jsonl'}: {name} is outside of the run's folder")
+        return path
 
     def _on_ended(self, line: dict[str, Any]) -> None:
         self._on_tags({"tags": {"lockstep.outcome": line["outcome"]}})

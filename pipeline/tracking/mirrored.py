@@ -1,5 +1,6 @@
 """How far a run is mirrored: written down by its mirror, read by whoever starts one."""
 
+import contextlib
 import hashlib
 import json
 import re
@@ -53,4 +54,6 @@ def note(run: Path, error: str | None) -> None:
     """Say what goes wrong, or that nothing does so far."""
     state = read_state(run)
     if state.error != error:
-        write_state(run, replace(state, error=error))
+        # On a full disk there is no room for it, and the log may have some.
+        with contextlib.suppress(OSError):
+            write_state(run, replace(state, error=error))

@@ -163,7 +163,9 @@ def read_index(folder: Path) -> dict[str, Any]:
     files = sorted(folder.glob("*-*.safetensors"))
     try:
         index: dict[str, Any] = json.loads(path.read_bytes())
-        if index.pop("digest") == _index_digest(index):
+        named = [entry["file"] for entry in [*index["checkpoints"], *([index["best"]] if "best" in index else [])]]
+        # A list from elsewhere may name any file, and what it no longer names is removed.
+        if index.pop("digest") == _index_digest(index) and all(Path(name).name == name for name in named):
             return index
     except (FileNotFoundError, ValueError, KeyError, AttributeError, TypeError):
         pass
