@@ -6,9 +6,7 @@ import math
 from pipeline.config import Config, MachineError
 from pipeline.files import Paths
 from pipeline.launch.lock import held
-from pipeline.launch.mirroring import MirrorProcess, tracking_uri, without_credentials
-from pipeline.tracking.journal import last
-from pipeline.tracking.mirrored import read_state, server_of
+from pipeline.launch.mirroring import MirrorProcess, is_behind
 
 log = logging.getLogger(__name__)
 
@@ -16,12 +14,9 @@ log = logging.getLogger(__name__)
 def run(config: Config, paths: Paths) -> int:
     """Mirror every journal to its end; 4 if MLflow could not take one."""
     code = 0
-    server = server_of(without_credentials(tracking_uri(paths))[0])
     for journal in sorted(paths.runs.glob("*/journal.jsonl")):
         run = journal.parent
-        ended = last(journal, "started", "ended").get("kind") == "ended"
-        state = read_state(run)
-        if ended and state.offset == journal.stat().st_size and state.server == server and not state.error:
+        if not is_behind(run, paths):
             continue
         try:
             with held(run / "lock"):

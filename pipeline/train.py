@@ -18,6 +18,7 @@ from pipeline.launch import machine
 from pipeline.launch.crew import spread
 from pipeline.launch.fingerprint import fingerprint, versions, whole_identity
 from pipeline.launch.lock import held
+from pipeline.launch.mirroring import MirrorProcess, is_behind
 from pipeline.launch.placement import Placement, place
 from pipeline.launch.progress import Progress
 from pipeline.launch.resume import adopt, write_identity
@@ -53,9 +54,7 @@ def run(config: Config, paths: Paths, resume: Path | None = None) -> int:
     )
     with held(job.run / "lock") as lock:
         if any(line["stage"] == "train" and line["outcome"] == "done" for line in journals.read(job.journal) if line["kind"] == "ended"):
-            publish(job.run, paths)
-            proof = json.loads((job.run / "receipt.json").read_text())
-            log.info("finished already, published again: %s, MLflow run %s", job.run, proof["mlflow_run_id"] or read_state(job.run).run_id)
+            publish_again(job, paths)
             return 0
         store.verify(paths.prepared, manifest, ("train", "validation"))
         write_identity(job.run, identity)
@@ -68,6 +67,17 @@ def run(config: Config, paths: Paths, resume: Path | None = None) -> int:
         if adopted:
             progress.say(adopted)
         return carry_out(job, paths, lock, progress, facts(config, placement, manifest, name, receipt.git_state()))
+
+
+def publish_again(job: Job, paths: Paths) -> None:
+    """A finished run once more."""
+    publish(job.run, paths)
+    proof = json.loads((job.run / "receipt.json").read_text())
+    log.info("finished already, published again: %s, MLflow run %s", job.run, proof["mlflow_run_id"] or read_state(job.run).run_id)
+    if is_behind(job.run, paths):
+        # Whoever finished it was killed before MLflow had heard.
+        wrong = MirrorProcess(job.run, paths).finish()
+        log.info("MLflow %s", f"does not have all of it yet ({wrong})" if wrong else "has caught up with it")
 
 
 def carry_out(job: Job, paths: Paths, lock: int, progress: Progress, proof: dict[str, Any]) -> int:

@@ -73,6 +73,7 @@ def test_the_best_model_is_kept_apart_and_of_equals_the_first(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, -1])
+@pytest.mark.fault(9, "a checkpoint cut at 0, 1, 100 bytes and one before its end")
 def test_a_checkpoint_cut_short_is_refused_and_the_one_before_is_taken(length: int, tmp_path: Path, caplog) -> None:
     save_steps(tmp_path, 3, 6)
     path = tmp_path / "step-00000006.safetensors"

@@ -88,6 +88,8 @@ def test_a_postgresql_server_keeps_three_runs_at_once(project: Callable[..., Pro
     assert job.compose("exec", "-T", "-e", "PGPASSWORD=secret", "postgres", *psql).strip() == "4"
 
 
+@pytest.mark.fault(2, "docker kill of the worker, of the leader")
+@pytest.mark.fault(3, "docker compose stop: SIGTERM to pid 1 of each container")
 def test_what_is_killed_or_stopped_goes_on_to_the_same_bits_in_one_run(
     project: Callable[..., Project], outside: Callable[..., str]
 ) -> None:

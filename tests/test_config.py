@@ -54,6 +54,7 @@ def run_train(params: Path) -> tuple[int, str, float]:
 
 
 @pytest.mark.parametrize(("changes", "exit_code", "parts"), WRONG, ids=lambda value: str(value) if isinstance(value, dict) else "")
+@pytest.mark.fault(23, "unknown keys, wrong types, 1e-3 as text, negative, zero; and placements that cannot be")
 def test_a_wrong_setting_is_one_clear_line_within_two_seconds(changes, exit_code: int, parts: list[str], tmp_path: Path) -> None:
     params = tmp_path / "params.yaml"
     params.write_text(yaml.safe_dump(settings(**changes)))
@@ -74,6 +75,7 @@ def test_a_wrong_setting_is_one_clear_line_within_two_seconds(changes, exit_code
         (b"\xff\xfe\x00", "not YAML"),
     ],
 )
+@pytest.mark.fault(23, "a file that is missing, empty, a list, not YAML, not text")
 def test_a_file_that_is_no_configuration_is_one_clear_line(content: str | bytes | None, part: str, tmp_path: Path) -> None:
     params = tmp_path / "params.yaml"
     if content is not None:

@@ -77,6 +77,7 @@ def opens_on_the_loopback_alone(job: Project) -> None:
             pass
 
 
+@pytest.mark.fault(25, "64 MB of /dev/shm, a read-only root, another uid, no network")
 def test_without_a_network_and_without_a_checkout_a_container_trains(image: str, tmp_path: Path, outside: Callable[..., str]) -> None:
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(SMALL))
     shutil.chown(tmp_path, 4321, 4321)
@@ -106,6 +107,7 @@ def test_fashion_mnist_is_in_the_image(image: str, tmp_path: Path) -> None:
     assert "54000 train, 6000 validation, 10000 test" in said
 
 
+@pytest.mark.fault(25, "a volume of another uid")
 def test_a_folder_of_another_user_is_refused_with_the_uid_that_works(project: Callable[..., Project]) -> None:
     job = project("other")
     job.environment |= {"UID": "4321", "GID": "4321"}

@@ -56,6 +56,7 @@ def test_data_that_were_made_for_other_settings_are_refused(tmp_path: Path) -> N
             store.check_made_for(job.prepared, manifest, Config.model_validate(settings(**dict([change]))))
 
 
+@pytest.mark.fault(12, "a prepared file flipped, cut, missing")
 def test_one_flipped_bit_or_a_missing_file_is_found(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     manifest = store.read_manifest(job.prepared)
@@ -72,6 +73,7 @@ def test_one_flipped_bit_or_a_missing_file_is_found(tmp_path: Path) -> None:
         store.verify(job.prepared, manifest, ("train",))
 
 
+@pytest.mark.fault(13, "a label out of range")
 def test_a_label_out_of_range_is_named(tmp_path: Path) -> None:
     split = Split(np.zeros((3, 1, 4, 4), np.uint8), np.array([0, 1, 7]))
     with pytest.raises(DataError, match="image 2 has label 7; there are 2 classes"):
@@ -88,6 +90,7 @@ def idx_files(folder: Path, count: int) -> None:
         (folder / f"{name}.gz").write_bytes(gzip.compress(header + body.tobytes()))
 
 
+@pytest.mark.fault(12, "a raw file of other content, cut, missing")
 def test_other_content_is_refused_and_named(tmp_path: Path) -> None:
     idx_files(tmp_path / "raw", 5)
     request = data.Request(tmp_path / "raw", tmp_path, 1, None)

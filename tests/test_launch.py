@@ -58,6 +58,7 @@ def test_auto_is_what_the_machine_can_do(machine: Machine, changes, expected: tu
         (Machine(["A100", "H200"], 8, "a cpu", True, 13000), "several kinds"),
     ],
 )
+@pytest.mark.fault(24, "nccl without a GPU, more ranks than GPUs, GPUs of two kinds")
 def test_what_cannot_be_names_the_setting_that_works(machine: Machine, part: str) -> None:
     with pytest.raises(MachineError, match=part):
         place(config(dist__backend="nccl"), machine)
@@ -67,6 +68,7 @@ def name(machine: Machine = NO_GPU, digest: str = "d", **changes) -> str:
     return fingerprint(whole_identity(config(**changes), place(config(**changes), machine), digest))
 
 
+@pytest.mark.fault(22, "settings, data, device and code changed one at a time")
 def test_the_fingerprint_follows_from_identity_data_and_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     here = name()
     assert name(dist__world_size=4, dist__batch_size_per_gpu=24) == here
@@ -142,6 +144,7 @@ def test_an_address_is_a_host_with_the_usual_port_or_its_own() -> None:
             network.split(wrong)
 
 
+@pytest.mark.fault(19, "the port of lead is taken")
 def test_a_taken_port_is_named_with_another(experiment: Experiment) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]

@@ -160,6 +160,7 @@ def test_after_a_killed_training_the_next_one_of_the_same_leader_has_its_workers
 
 
 @pytest.mark.slow
+@pytest.mark.fault(2, "SIGKILL of a leader without containers")
 def test_workers_leave_when_their_leader_is_killed(tmp_path: Path) -> None:
     job = Job(tmp_path, **LONG)
     worker, leader = job.join(), job.lead()

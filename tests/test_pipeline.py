@@ -124,6 +124,7 @@ def test_an_experiment_in_a_temporary_folder_keeps_its_run_in_the_workspace(clon
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.fault(3, "SIGTERM to dvc; SIGKILL of it")
 def test_when_dvc_is_killed_training_stops_resumable_and_leaves_no_orphan(number: signal.Signals, clone: Path) -> None:
     changed = clone / "params.yaml"
     before = changed.read_text()

@@ -157,6 +157,7 @@ def test_a_dead_server_costs_training_nothing_and_sync_catches_up(experiment: Ex
 
 
 @pytest.mark.slow
+@pytest.mark.fault(18, "SIGKILL of a lone mirror; then sync")
 def test_sync_marks_a_run_that_lost_its_launcher_and_its_mirror(experiment: Experiment) -> None:
     """A power cut: nobody was left to say how it ended."""
     run = experiment.folder / "runs" / "0123456789abcdef"

@@ -16,6 +16,8 @@ from tests.trainings import experiment_steps, mlflow_runs, ranks_of, same_figure
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.fault(3, "SIGTERM to train, SIGINT to it, SIGTERM to one rank")
+@pytest.mark.fault(21, "ordered: stopped on 2, 3 and 1 ranks, ended on 2")
 def test_stopped_anywhere_and_resumed_on_other_ranks_it_ends_with_the_same_bits(unhurt: Experiment, experiment: Experiment) -> None:
     experiment.set(**LONGER).run("prepare")
     total = experiment_steps(unhurt)
@@ -71,6 +73,7 @@ def test_a_killed_launcher_leaves_no_orphan_and_the_next_start_goes_on(unhurt: E
     same_figures(experiment, unhurt)
 
 
+@pytest.mark.fault(27, "SIGKILL of train between its receipt and its outs")
 def test_a_launcher_killed_while_it_publishes_leaves_nothing_out_for_good(unhurt: Experiment, experiment: Experiment) -> None:
     experiment.set(**LONGER).run("prepare")
     process = experiment.start("train")
@@ -112,6 +115,7 @@ def test_the_same_experiment_on_another_placement_is_recognised_in_seconds(unhur
     unhurt.set(**LONGER)
 
 
+@pytest.mark.fault(20, "a second start beside the first")
 def test_two_trainings_of_one_experiment_do_not_run_at_once(experiment: Experiment) -> None:
     experiment.set(**LONGER).run("prepare")
     first = experiment.start("train")
@@ -124,6 +128,7 @@ def test_two_trainings_of_one_experiment_do_not_run_at_once(experiment: Experime
     first.communicate(timeout=60)
 
 
+@pytest.mark.fault(15, "a learning rate of 1e30, every step saved")
 def test_divergence_ends_with_5_and_is_not_kept(experiment: Experiment) -> None:
     experiment.set(train__learning_rate=1e30, train__warmup_epochs=0, train__momentum=0.0, model__name="mlp", checkpoint__every_steps=1)
     experiment.run("prepare")
@@ -137,6 +142,7 @@ def test_divergence_ends_with_5_and_is_not_kept(experiment: Experiment) -> None:
         assert all(value.isfinite().all() for value in load_file(path).values())
 
 
+@pytest.mark.fault(12, "a prepared file one byte short")
 def test_damaged_data_end_with_3_before_any_rank_starts(experiment: Experiment) -> None:
     experiment.run("prepare")
     path = experiment.folder / "data/prepared/validation-labels.npy"

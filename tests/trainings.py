@@ -21,9 +21,9 @@ def wait_for_step(experiment: Experiment, step: int, process: subprocess.Popen[s
     raise AssertionError("the step was never reached")
 
 
-def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def ranks_of(process: subprocess.Popen[str], module: str = "rank") -> list[psutil.Process]:
     children = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in children if "pipeline.training.rank" in child.cmdline() and "torch.distributed.run" not in child.cmdline()]
+    return [one for one in children if f"pipeline.training.{module}" in (words := one.cmdline()) and "torch.distributed.run" not in words]
 
 
 def weights(experiment: Experiment) -> str:

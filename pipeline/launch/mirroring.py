@@ -11,7 +11,8 @@ from urllib.parse import unquote
 import psutil
 
 from pipeline.files import Paths
-from pipeline.tracking.mirrored import note, read_state
+from pipeline.tracking.journal import last
+from pipeline.tracking.mirrored import note, read_state, server_of
 
 # How late an end may be because of MLflow: for all that it waits for the server, and for what it does itself.
 DEAF_SECONDS, BUSY_SECONDS = 8.0, 120.0
@@ -46,12 +47,21 @@ def address(run: Path, paths: Paths) -> str:
     return f"http://127.0.0.1:5000/{page} (after: make ui)"
 
 
+def is_behind(run: Path, paths: Paths) -> bool:
+    """Whether MLflow has not all of a run's journal yet, as far as is known."""
+    state, (uri, _) = read_state(run), without_credentials(tracking_uri(paths))
+    complete = state.offset == (run / "journal.jsonl").stat().st_size and state.server == server_of(uri) and not state.error
+    return not complete or last(run / "journal.jsonl", "started", "ended").get("kind") != "ended"
+
+
 class MirrorProcess:
     """Mirrors one run until it is told that the journal is complete."""
 
     def __init__(self, run: Path, paths: Paths):
         (run / "logs").mkdir(parents=True, exist_ok=True)
         self._run = run
+        # What went wrong for an earlier one is no news.
+        note(run, None)
         uri, credentials = without_credentials(tracking_uri(paths))
         with (run / "logs" / "mirror.log").open("a") as log:
             self._process = subprocess.Popen(
