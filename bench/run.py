@@ -1,4 +1,4 @@
-"""What a step, a training, a start and a no-op cost, and against whom: `make bench`, or `python bench/run.py steps|product|start`."""
+"""What a step, a training, a start and a no-op cost, and against whom: `make bench`, or `python bench/run.py steps|product|start|tracking|restart`."""
 
 import json
 import os
@@ -17,6 +17,7 @@ import yaml
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench import hurt  # noqa: E402
 from bench.silent import mean_speed  # noqa: E402
 from pipeline.launch import machine  # noqa: E402
 from pipeline.launch.torchrun import Node, environment  # noqa: E402
@@ -28,8 +29,8 @@ PAIRS = 7
 def main() -> None:
     print(f"{platform.system()}, {psutil.cpu_count()} CPUs, {machine.look().cpu}")
     print(f"torch {version('torch')}, Python {platform.python_version()}\n")
-    for name in sys.argv[1:] or ["steps", "product", "start"]:
-        {"steps": steps, "product": product, "start": start}[name]()
+    for name in sys.argv[1:] or ["steps", "product", "start", "tracking", "restart"]:
+        {"steps": steps, "product": product, "start": start, "tracking": tracking, "restart": restart}[name]()
 
 
 def show(name: str, values: list[float], unit: str = "") -> None:
@@ -127,6 +128,27 @@ def start() -> None:
             peaks.append(peak / 2**20)
     show("train to the first log line", first_steps, " s")
     show("peak memory of a rank", peaks, " MiB")
+
+
+def tracking() -> None:
+    """A black-holed MLflow against no tracking at all, in turn."""
+    with tempfile.TemporaryDirectory() as scratch:
+        found, late = hurt.deaf(Path(scratch) / "deaf", PAIRS)
+    print("lenet, world 2, 128 images a rank, 2 lanes, 840 steps, p99 of a step:")
+    for name, values in found.items():
+        show(f"MLflow {name}", [1000 * one for one in values], " ms")
+    show("black-holed / none", [one / other for one, other in zip(*found.values(), strict=True)])
+    show("how late the exit is", late, " s")
+
+
+def restart() -> None:
+    """A killed rank against a cold start, in turn."""
+    with tempfile.TemporaryDirectory() as scratch:
+        found = hurt.restart(Path(scratch) / "restart", PAIRS)
+    print("lenet, world 2: seconds to the first (new) step")
+    for name, values in found.items():
+        show(name, values, " s")
+    show("after SIGKILL / cold start", [one / other for other, one in zip(*found.values(), strict=True)])
 
 
 def no_op() -> list[float]:

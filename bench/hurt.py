@@ -1,0 +1,142 @@
+"""What a deaf MLflow costs a step and an exit, and what a killed rank costs until the next step: used by `bench/run.py tracking restart`."""
+
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import yaml
+
+from pipeline.launch.torchrun import Node, environment
+from pipeline.tracking.journal import last
+
+ROOT = Path(__file__).parents[1]
+# The time of every optimizer step of local rank 0, eight bytes each.
+CLOCK = """
+import os, time
+if os.environ.get("LOCAL_RANK") == "0" and "BENCH_STEPS" in os.environ:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+    steps = os.open(os.environ["BENCH_STEPS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    register_optimizer_step_post_hook(lambda *_: os.write(steps, time.monotonic_ns().to_bytes(8, "little")))
+"""
+SETTINGS = {"data": {"name": "synthetic:60000"}, "dist": {"lanes": 2}}
+
+
+class Training:
+    """One experiment in a folder, timed step by step."""
+
+    def __init__(self, folder: Path, epochs: int, seed: int = 1):
+        self.folder, self.steps_file = folder, folder / "steps"
+        folder.mkdir(exist_ok=True)
+        (folder / "hook").mkdir(exist_ok=True)
+        (folder / "hook" / "sitecustomize.py").write_text(CLOCK)
+        self.params = folder / "params.yaml"
+        self.params.write_text(yaml.safe_dump(SETTINGS | {"seed": seed, "train": {"epochs": epochs}}))
+        if not (folder / "data").exists():
+            subprocess.run(self._command("prepare"), cwd=ROOT, env=self._variables(), check=True, capture_output=True)
+
+    def _command(self, stage: str) -> list[str]:
+        return [sys.executable, "-m", "pipeline", stage, "--params", str(self.params)]
+
+    def _variables(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
+        return kept | {"PYTHONPATH": f"{self.folder / 'hook'}:{ROOT}", "BENCH_STEPS": str(self.steps_file)}
+
+    def start(self, **variables: str) -> "subprocess.Popen[bytes]":
+        self.steps_file.unlink(missing_ok=True)
+        for pattern in ("receipt.json", "journal.jsonl", "mirror.json", "checkpoints/*"):
+            for old in (self.folder / "runs").glob(f"*/{pattern}"):
+                old.unlink()
+        return subprocess.Popen(self._command("train"), cwd=ROOT, env=self._variables() | variables, stderr=subprocess.DEVNULL)
+
+    def silent(self) -> None:
+        """The same ranks without journal and mirror."""
+        self.steps_file.unlink(missing_ok=True)
+        job = max((self.folder / "runs").glob("*/logs/*/job.json"))
+        for old in (self.folder / "runs").glob("*/checkpoints/*"):
+            old.unlink()
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(ROOT / "bench" / "silent.py")]
+        subprocess.run([*words, str(job)], env=environment(Node(2, 1)) | self._variables(), check=True, capture_output=True)
+
+    def instants(self) -> list[float]:
+        """When each step was done, in seconds."""
+        content = self.steps_file.read_bytes() if self.steps_file.exists() else b""
+        return [int.from_bytes(content[at : at + 8], "little") / 1e9 for at in range(0, len(content) // 8 * 8, 8)]
+
+    def p99(self, per_epoch: int) -> float:
+        """Of the seconds between steps; the first ones and those with a validation left out."""
+        gaps = [after - before for before, after in pairwise(self.instants())]
+        kept = [gap for index, gap in enumerate(gaps, 1) if index > 20 and index % per_epoch]
+        return statistics.quantiles(kept, n=100)[98]
+
+
+def deaf(folder: Path, pairs: int) -> tuple[dict[str, list[float]], list[float]]:
+    """p99 of a step with a black-holed server and without any tracking, in turn; how late the exits were."""
+    hole = socket.create_server(("127.0.0.1", 0))
+    training = Training(folder, epochs=4)
+    uri = f"http://127.0.0.1:{hole.getsockname()[1]}"
+    found: dict[str, list[float]] = {"black-holed": [], "none": []}
+    late = []
+    for index in range(pairs):
+        for name in ("black-holed", "none") if index % 2 == 0 else ("none", "black-holed"):
+            if name == "none" and not list(folder.glob("runs/*/logs/*/job.json")):
+                training.start(MLFLOW_TRACKING_URI=uri).wait()
+            if name == "none":
+                training.silent()
+            else:
+                assert training.start(MLFLOW_TRACKING_URI=uri).wait() == 0
+                (journal,) = folder.glob("runs/*/journal.jsonl")
+                late.append(time.time() - last(journal, "ended")["at"] / 1000)
+            found[name].append(training.p99(per_epoch=54000 // 256))
+    hole.close()
+    return found, late
+
+
+def restart(folder: Path, count: int) -> dict[str, list[float]]:
+    """Seconds from the start of `train` to its first step, and from SIGKILL of a rank to the first new step, in turn."""
+    found: dict[str, list[float]] = {"cold start": [], "after SIGKILL": []}
+    training = Training(folder, epochs=20)
+    for number in range(count):
+        started_at = time.monotonic()
+        process = training.start()
+        found["cold start"].append(first_after(training, started_at) - started_at)
+        wait_for(training, 100)
+        killed_at = time.monotonic()
+        rank(process, number % 2).send_signal(signal.SIGKILL)
+        # What was under way may still count a step.
+        found["after SIGKILL"].append(first_after(training, killed_at + 1) - killed_at)
+        process.terminate()
+        process.wait()
+    return found
+
+
+def first_after(training: Training, instant: float) -> float:
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        for one in training.instants():
+            if one > instant:
+                return one
+        time.sleep(0.02)
+    raise AssertionError("no step")
+
+
+def wait_for(training: Training, count: int) -> None:
+    until = time.monotonic() + 120
+    while len(training.instants()) < count:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def rank(process: "subprocess.Popen[bytes]", number: int) -> psutil.Process:
+    found = [
+        one
+        for one in psutil.Process(process.pid).children(recursive=True)
+        if "-u" in (words := one.cmdline()) and "pipeline.training.rank" in words
+    ]
+    return sorted(found, key=lambda one: one.pid)[number]
