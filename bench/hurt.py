@@ -1,4 +1,4 @@
-"""What a deaf MLflow costs a step and an exit, and what a killed rank costs until the next step: used by `bench/run.py tracking restart`."""
+"""What a deaf MLflow costs a step and an exit, and a killed rank until the next step: `bench/run.py tracking restart`."""
 
 import os
 import signal

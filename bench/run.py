@@ -1,4 +1,4 @@
-"""What a step, a training, a start and a no-op cost, and against whom: `make bench`, or `python bench/run.py steps|product|start|tracking|restart`."""
+"""What a step, a training, a start and a no-op cost, and against whom: `make bench`, or parts of it, named in `PARTS`."""
 
 import json
 import os
@@ -24,13 +24,15 @@ from pipeline.launch.torchrun import Node, environment  # noqa: E402
 from pipeline.tracking.journal import read  # noqa: E402
 
 PAIRS = 7
+PARTS = ("steps", "product", "start", "tracking", "restart")
 
 
 def main() -> None:
     print(f"{platform.system()}, {psutil.cpu_count()} CPUs, {machine.look().cpu}")
     print(f"torch {version('torch')}, Python {platform.python_version()}\n")
-    for name in sys.argv[1:] or ["steps", "product", "start", "tracking", "restart"]:
-        {"steps": steps, "product": product, "start": start, "tracking": tracking, "restart": restart}[name]()
+    for name in sys.argv[1:] or PARTS:
+        assert name in PARTS, f"parts: {', '.join(PARTS)}"
+        globals()[name]()
 
 
 def show(name: str, values: list[float], unit: str = "") -> None:

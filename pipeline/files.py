@@ -2,6 +2,8 @@
 
 import errno
 import fcntl
+import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -9,6 +11,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:
@@ -36,6 +39,24 @@ def write_whole(path: Path, content: bytes) -> None:
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)
+
+
+def write_sealed(path: Path, values: dict[str, Any]) -> None:
+    """JSON that carries its own digest."""
+    write_whole(path, (json.dumps(values | {"digest": _seal(values)}, indent=2) + "\n").encode())
+
+
+def read_sealed(path: Path) -> dict[str, Any] | None:
+    """What was written; None where that is damaged or missing."""
+    try:
+        values: dict[str, Any] = json.loads(path.read_bytes())
+        return values if values.pop("digest") == _seal(values) else None
+    except (FileNotFoundError, ValueError, KeyError, AttributeError, TypeError):
+        return None
+
+
+def _seal(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 @contextmanager

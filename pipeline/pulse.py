@@ -53,11 +53,9 @@ class Pulse:
 
 def last_words(folder: Path, text: str) -> None:
     """Why this rank ends."""
-    words = text.encode()[: SIZE_BYTES - FORM.size]
-    path = folder / "pulse"
-    with path.open("r+b" if path.exists() else "wb") as file:
+    with (folder / "pulse").open("r+b") as file:
         file.seek(FORM.size)
-        file.write(words)
+        file.write(text.encode()[: SIZE_BYTES - FORM.size])
 
 
 class Sign(NamedTuple):
@@ -77,6 +75,8 @@ def read(folder: Path) -> Sign | None:
     if not path.exists():
         return None
     content = path.read_bytes()
+    if len(content) < SIZE_BYTES:
+        return None
     pid, rank, step, phase, beats = FORM.unpack(content[: FORM.size])
     words = content[FORM.size :].rstrip(b"\0").decode(errors="replace")
     # Before it is seated it has only torchrun's number, which is its folder's name.

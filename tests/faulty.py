@@ -7,7 +7,7 @@ import ctypes
 import os
 import sys
 import time
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,38 +16,42 @@ from pipeline import __main__ as commands
 from pipeline import parallel
 from pipeline.launch import torchrun
 from pipeline.parallel import Strategy
-from pipeline.parallel.lanes import Lanes, Task, Totals
+from pipeline.parallel.lanes import Lanes, Task
 from pipeline.ranks import Ranks
 from pipeline.training import rank
 
 
-class Faulty:
-    """A strategy that has a fault in one step, or is slow in each."""
+class Fault:
+    """A rank's batches, with a fault in the first one of a step, or in every one where it is slow."""
 
-    def __init__(self, strategy: Strategy, kind: str, step: int):
-        self._strategy, self._kind, self._step = strategy, kind, step
+    def __init__(self, task: Task, kind: str, step: int):
+        self._batch, self._kind, self._step = task.batch, kind, step
 
-    def backward(self, step: int) -> Totals:
+    def __call__(self, step: int, lane: int) -> tuple[Tensor, Tensor]:
+        images, labels = self._batch(step, lane)
         if self._kind == "slow":
-            time.sleep(0.2)
+            time.sleep(0.1)
         elif step == self._step:
-            getattr(self, self._kind)()
-        return self._strategy.backward(step)
+            getattr(self, self._kind)(images)
+        return images, labels
 
-    def hang(self) -> None:
+    def hang(self, _: Tensor) -> None:
         time.sleep(1000)
 
-    def raising(self) -> None:
+    def raising(self, _: Tensor) -> None:
         raise RuntimeError("the cable is loose")
 
-    def segfault(self) -> None:
+    def segfault(self, _: Tensor) -> None:
         ctypes.string_at(0)
 
-    def abort(self) -> None:
+    def abort(self, _: Tensor) -> None:
         os.abort()
 
-    def memory(self) -> None:
+    def memory(self, _: Tensor) -> None:
         torch.empty(1 << 50)
+
+    def nan(self, images: Tensor) -> None:
+        images[0, 0, 0, 0] = float("nan")
 
 
 def main() -> int:
@@ -62,27 +66,13 @@ def as_rank() -> None:
     kind, number, step = os.environ["FAULT"].split(":")
     build = parallel.build
 
-    def with_fault(name: str, task: Task, lanes: Lanes, group: Ranks, reduction: str) -> Any:
-        if group.rank != int(number):
-            return build(name, task, lanes, group, reduction)
-        if kind == "nan":
-            task = Task(task.model, nowhere(task, int(step)), task.seed, task.label_smoothing, task.autocast)
-        return Faulty(build(name, task, lanes, group, reduction), kind if kind != "nan" else "", int(step))
+    def with_fault(name: str, task: Task, lanes: Lanes, group: Ranks, reduction: str) -> Strategy:
+        if group.rank == int(number):
+            task = replace(task, batch=Fault(task, kind, int(step)))
+        return build(name, task, lanes, group, reduction)
 
     parallel.build = with_fault
     rank.run_as_rank(rank.main)
-
-
-def nowhere(task: Task, wrong: int) -> Any:
-    """The task's batches, with one pixel that is no number in the last own lane of a step."""
-
-    def batch(step: int, lane: int) -> tuple[Tensor, Tensor]:
-        images, labels = task.batch(step, lane)
-        if step == wrong:
-            images[0, 0, 0, 0] = float("nan")
-        return images, labels
-
-    return batch
 
 
 if __name__ == "__main__":

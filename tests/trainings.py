@@ -1,5 +1,6 @@
 """A training that takes long enough to be hurt: how to follow it, and what it must be equal to."""
 
+import contextlib
 import subprocess
 import time
 
@@ -22,8 +23,13 @@ def wait_for_step(experiment: Experiment, step: int, process: subprocess.Popen[s
 
 
 def ranks_of(process: subprocess.Popen[str], module: str = "rank") -> list[psutil.Process]:
-    children = psutil.Process(process.pid).children(recursive=True)
-    return [one for one in children if f"pipeline.training.{module}" in (words := one.cmdline()) and "torch.distributed.run" not in words]
+    found = []
+    for one in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            words = one.cmdline()
+            if (f"pipeline.training.{module}" in words or "tests.faulty" in words) and "torch.distributed.run" not in words:
+                found.append(one)
+    return found
 
 
 def weights(experiment: Experiment) -> str:

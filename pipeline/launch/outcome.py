@@ -39,9 +39,9 @@ class Outcome:
                 file.truncate()
 
 
-def running(run: Path, step: int, checkpoint: str | None, command: str) -> None:
+def running(run: Path, step: int, command: str) -> None:
     """Until there is an ending: a kill -9 of everything leaves this behind, and it is how to go on."""
-    Outcome("running", None, "", None, step, checkpoint, command).write(run)
+    Outcome("running", None, "", None, step, None, command).write(run)
 
 
 def judge(watch: Watch, job: Job, checkpoint: str | None, command: str) -> Outcome:
@@ -59,7 +59,7 @@ def judge(watch: Watch, job: Job, checkpoint: str | None, command: str) -> Outco
         return ended("stopped", INTERRUPTED if watch.stopped_by == signal.SIGINT else TERMINATED, "stopped at once by a second signal")
     if end["kind"] == "stopped" and watch.stopped_by is None and watch.exit_code < 0:
         return ended("stopped", STOPPED, f"torchrun was ended by {signal.Signals(-watch.exit_code).name}; its ranks saved at step {step}")
-    if end["kind"] == "stopped" or watch.stopped_by is not None:
+    if end["kind"] == "stopped" or watch.stopped_by is not None or watch.torchrun_was_stopped:
         return ended("stopped", STOPPED, f"stopped on request at step {step}")
     if not watch.failures:
         return ended("failed", PeerError.exit_code, f"torchrun ended with {watch.exit_code} and no word from a rank; see {run / 'logs'}")
@@ -69,18 +69,29 @@ def judge(watch: Watch, job: Job, checkpoint: str | None, command: str) -> Outco
         return ended("machine", MachineError.exit_code, describe(failure, job.config), failure.rank)
     if failure.exit_code > 1:
         name = {2: "configuration", 3: "data", 4: "machine", 5: "diverged"}.get(failure.exit_code, "failed")
-        return ended(name, failure.exit_code if failure.exit_code in (2, 3, 4, 5) else PeerError.exit_code, failure.cause, failure.rank)
+        # On a full disk even last words may be lost.
+        cause = failure.cause or f"{run}: rank {failure.rank} could not go on nor say why; see that there is room and a right to write"
+        return ended(name, failure.exit_code if failure.exit_code in (2, 3, 4, 5) else PeerError.exit_code, cause, failure.rank)
     why = watch.given_up or "torchrun gave up"
     if watch.nobody_came_back:
         why = f"the lost machine did not come back in {RETURN_SECONDS} s"
     return ended("failed", PeerError.exit_code, f"{describe(failure, job.config)}; {why}; logs: {run / 'logs'}", failure.rank)
 
 
+def broken(error: OSError, step: int, checkpoint: str | None, command: str) -> Outcome:
+    """The launcher itself could not go on, as on a full disk."""
+    return Outcome("machine", MachineError.exit_code, _words(error), None, step, checkpoint, command)
+
+
+def _words(error: OSError) -> str:
+    return f"{error.filename or 'starting the ranks'}: {error.strerror or error}; see that there is room and a right to write"
+
+
 def unpublished(end: Outcome, error: OSError | MachineError, command: str) -> Outcome:
     """The ranks were done, and what they left could not be put in place; what ended otherwise stays as it ended."""
     if end.exit_code != 0:
         return end
-    cause = f"{error.filename or 'publishing'}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+    cause = _words(error) if isinstance(error, OSError) else str(error)
     return replace(end, outcome="machine", exit_code=MachineError.exit_code, cause=cause, command=command)
 
 

@@ -17,8 +17,7 @@ class Progress:
     """Follows a journal and shows where the training is."""
 
     def __init__(self, journal: Path, total_steps: int, steps_per_epoch: int):
-        journal.touch()
-        self._tail = Tail(journal, journal.stat().st_size)
+        self._journal, self._tail = journal, Tail(journal)
         self._total, self._per_epoch = total_steps, steps_per_epoch
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live = Live(console=self._console, refresh_per_second=4, transient=True) if self._console.is_terminal else None
@@ -26,6 +25,8 @@ class Progress:
         self._speed = 0.0
 
     def __enter__(self) -> "Progress":
+        # What was there before has been shown before.
+        self._tail = Tail(self._journal, self._journal.stat().st_size)
         if self._live:
             self._live.start()
         return self

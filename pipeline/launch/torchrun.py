@@ -57,12 +57,13 @@ class Watch:
     exit_code: int = 0
     nobody_came_back: bool = False
     given_up: str | None = None
+    torchrun_was_stopped: bool = False
     failures: list[Failure] = field(default_factory=list[Failure])
 
     def first_cause(self) -> Failure:
         """Of the failures that came with the last one, the one that is not a peer's complaint."""
         last = self.failures[-1]
-        together = [one for one in self.failures if one.at > last.at - 15]
+        together = [one for one in self.failures if one.attempt == last.attempt or (one.host != last.host and one.at > last.at - 15)]
         return next((one for one in together if not one.secondhand), last)
 
 
@@ -200,17 +201,16 @@ class _Reader(threading.Thread):
         """Until torchrun has said all."""
         assert self._process.stderr is not None
         attempt = 0
-        with (self._logs / "torchrun.log").open("w") as log:
-            for line in self._process.stderr:
-                with contextlib.suppress(OSError):
-                    # On a full disk the ranks' own words are what counts.
-                    log.write(line)
-                    log.flush()
-                self._watch.nobody_came_back |= "RendezvousTimeoutError" in line
-                found = FAILED.search(line)
-                if found and self._stopper.signal is None:
-                    self.take(self._failure(attempt, int(found[2]), int(found[1])))
-                    attempt += 1
+        for line in self._process.stderr:
+            # On a full disk the ranks' own words are what counts.
+            with contextlib.suppress(OSError), (self._logs / "torchrun.log").open("a") as log:
+                log.write(line)
+            self._watch.nobody_came_back |= "RendezvousTimeoutError" in line
+            self._watch.torchrun_was_stopped |= "SignalException" in line
+            found = FAILED.search(line)
+            if found and self._stopper.signal is None:
+                self.take(self._failure(attempt, int(found[2]), int(found[1])))
+                attempt += 1
 
     def _failure(self, attempt: int, local_rank: int, exit_code: int) -> Failure:
         folder = folder_of(self._logs, attempt, local_rank)

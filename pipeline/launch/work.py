@@ -1,6 +1,5 @@
 """One start of ranks for a stage: under the run's lock, with journal, mirror and an ending that is written down."""
 
-import json
 import shlex
 import time
 import uuid
@@ -10,7 +9,7 @@ from typing import Any, Literal
 
 from pipeline.config import Config, MachineError, PeerError
 from pipeline.data import store
-from pipeline.files import Paths
+from pipeline.files import Paths, read_sealed
 from pipeline.job import Job
 from pipeline.launch import crew as crews
 from pipeline.launch import machine, outcome, torchrun
@@ -56,12 +55,15 @@ class Work:
     def _run(self, module: str, crew: Alone | Crew, journal: Journal, progress: Progress, publish: Publish) -> int:
         job, run = self._job, self._job.run
         step = journals.last(job.journal, "metrics").get("step", 0)
-        outcome.running(run, step, newest_checkpoint(run), self.command)
+        outcome.running(run, step, self.command)
         mirror = MirrorProcess(run, self._paths)
         started_at = time.monotonic()
-        with progress:
-            watch = torchrun.run(module, job, crew.node, self._lock, _Observer(job, crew, progress))
-        end = outcome.judge(watch, job, newest_checkpoint(run), self.command)
+        try:
+            with progress:
+                watch = torchrun.run(module, job, crew.node, self._lock, _Observer(job, crew, progress))
+            end = outcome.judge(watch, job, newest_checkpoint(run), self.command)
+        except OSError as error:
+            end = outcome.broken(error, step, newest_checkpoint(run), self.command)
         said = outcome.message(end)
         try:
             journal.event("left", stage=self._stage, elapsed_seconds=time.monotonic() - started_at)
@@ -134,11 +136,11 @@ class _Observer:
 def newest_checkpoint(run: Path) -> str | None:
     """The file a run would resume from."""
     folder = run / "checkpoints"
-    try:
-        entries: list[dict[str, Any]] = json.loads((folder / "index.json").read_bytes())["checkpoints"]
-    except (OSError, ValueError, KeyError, TypeError):
+    index = read_sealed(folder / "index.json")
+    if index is None:
         # The first rank makes it anew.
         return max(map(str, folder.glob("step-*.safetensors")), default=None)
+    entries: list[dict[str, Any]] = index["checkpoints"]
     good = (folder / entry["file"] for entry in reversed(entries) if sha256_or_none(folder / entry["file"]) == entry["sha256"])
     return next(map(str, good), None)
 

@@ -185,8 +185,22 @@ def _opening(uri: str) -> Generator[None]:
     if not uri.startswith("sqlite:///"):
         yield
         return
-    with locked(Path(uri.removeprefix("sqlite:///") + ".lock")):
+    path = Path(uri.removeprefix("sqlite:///"))
+    with locked(path.with_name(path.name + ".lock")):
+        if not path.exists():
+            _create(path)
         yield
+
+
+def _create(path: Path) -> None:
+    """A new database, whole or not at all: MLflow cannot mend one whose creation was killed."""
+    import mlflow
+
+    scratch = path.with_name(f".{path.name}.new")
+    for left in (scratch, path.with_name(f"{scratch.name}-journal")):
+        left.unlink(missing_ok=True)
+    mlflow.MlflowClient(f"sqlite:///{scratch}").search_experiments(max_results=1)
+    os.replace(scratch, path)
 
 
 def follow(run: Path, closed: threading.Event) -> bool:

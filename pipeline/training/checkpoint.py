@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeline.config import MachineError
-from pipeline.files import write_whole
+from pipeline.files import read_sealed, write_sealed, write_whole
 from pipeline.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -65,8 +65,8 @@ def _proof(tensors: dict[str, Tensor], facts: dict[str, str]) -> str:
 class Checkpoints:
     """The checkpoints of one run: rank 0 writes and reads the files, the others receive its bytes."""
 
-    def __init__(self, folder: Path, keep: int, ranks: Ranks):
-        self._folder, self._keep, self._ranks = folder, keep, ranks
+    def __init__(self, folder: Path, keep: int, ranks: Ranks, journal: Path | None = None):
+        self._folder, self._keep, self._ranks, self._journal = folder, keep, ranks, journal
         self._saved = -1
 
     def restore(self, model: nn.Module, optimizer: Optimizer) -> int:
@@ -103,12 +103,13 @@ class Checkpoints:
         for index, values in state.items():
             tensors |= {f"optimizer.{index}.{key}": value for key, value in values.items() if isinstance(value, Tensor)}
         content = packed(tensors, step=str(step))
+        index = self._index()
         file = f"step-{step:08d}.safetensors"
         write_whole(self._folder / file, content)
-        index = self._index()
         # Not those that were refused when this run went on: they would push out good ones.
         entries = [entry for entry in index["checkpoints"] if entry["step"] < step and (before < 0 or entry["step"] <= before)]
-        entries.append({"step": step, "file": file, "sha256": hashlib.sha256(content).hexdigest()})
+        digest = hashlib.sha256(content).hexdigest()
+        entries.append({"step": step, "file": file, "sha256": digest, "journal_bytes": self._journal_bytes()})
         self._write_index(index | {"checkpoints": entries[-self._keep :]})
 
     def _write_best(self, model: nn.Module, step: int, accuracy: float) -> None:
@@ -131,6 +132,10 @@ class Checkpoints:
             # From before it, where that can be, the best model comes about again; a later one may beat it anyway.
             entries.sort(key=lambda entry: entry["step"] >= best["step"])
         for entry in entries:
+            if entry.get("journal_bytes", 0) > self._journal_bytes():
+                # Figures are written once: those that are gone come about again only from before them.
+                log.warning("%s is newer than the journal, which has been cut", self._folder / entry["file"])
+                continue
             content = checked(self._folder, entry)
             if content is not None:
                 if entry is not index["checkpoints"][-1]:
@@ -140,13 +145,16 @@ class Checkpoints:
             raise none_left(self._folder, len(index["checkpoints"]))
         return b""
 
+    def _journal_bytes(self) -> int:
+        return self._journal.stat().st_size if self._journal else 0
+
     def _index(self) -> dict[str, Any]:
         return read_index(self._folder)
 
     def _write_index(self, index: dict[str, Any]) -> None:
-        write_whole(self._folder / INDEX, (json.dumps(index | {"digest": _index_digest(index)}, indent=2) + "\n").encode())
+        write_sealed(self._folder / INDEX, index)
         # Only what the index does not name is removed, and last: a kill anywhere leaves what the index names.
-        listed = {entry["file"] for entry in [*index["checkpoints"], index.get("best", {"file": ""})]}
+        listed = {entry["file"] for entry in _listed(index)}
         for path in [*self._folder.glob("*.safetensors"), *self._folder.glob(".*.partial")]:
             if path.name not in listed:
                 path.unlink(missing_ok=True)
@@ -161,14 +169,10 @@ def read_index(folder: Path) -> dict[str, Any]:
     """What is listed: checkpoints from old to new, and the best model; where the list is damaged, what the files say of themselves."""
     path = folder / INDEX
     files = sorted(folder.glob("*-*.safetensors"))
-    try:
-        index: dict[str, Any] = json.loads(path.read_bytes())
-        named = [entry["file"] for entry in [*index["checkpoints"], *([index["best"]] if "best" in index else [])]]
-        # A list from elsewhere may name any file, and what it no longer names is removed.
-        if index.pop("digest") == _index_digest(index) and all(Path(name).name == name for name in named):
-            return index
-    except (FileNotFoundError, ValueError, KeyError, AttributeError, TypeError):
-        pass
+    index = read_sealed(path)
+    # A list from elsewhere may name any file, and what it no longer names is removed.
+    if index is not None and all(Path(entry["file"]).name == entry["file"] for entry in _listed(index)):
+        return index
     if files or path.exists():
         log.warning("%s is damaged or missing; it is made anew from %d files", path, len(files))
     return _index_of(folder, files)
@@ -189,8 +193,8 @@ def _index_of(folder: Path, files: list[Path]) -> dict[str, Any]:
     return {"checkpoints": entries["step"]} | ({"best": best} if best else {})
 
 
-def _index_digest(index: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+def _listed(index: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*index["checkpoints"], *([index["best"]] if "best" in index else [])]
 
 
 def checked(folder: Path, entry: dict[str, Any]) -> bytes | None:

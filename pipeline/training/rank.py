@@ -125,7 +125,7 @@ def train(job: Job, group: Ranks, journal: Writer) -> tuple[nn.Module, int, bool
         optimizer=optimizer,
         guard=Guard(model, optimizer, explain),
         schedule=schedule.Schedule(config.train.schedule, config.train.learning_rate, warmup_steps, steps.total),
-        checkpoints=Checkpoints(job.checkpoints, config.checkpoint.keep, group),
+        checkpoints=Checkpoints(job.checkpoints, config.checkpoint.keep, group, job.journal),
         journal=journal,
         stop=stop,
         validate=lambda model: evaluation(model, dtype),
@@ -176,6 +176,7 @@ def named(main: Callable[[Job], None], job: Job) -> None:
 
 def end(words: str, exit_code: int) -> None:
     """Leave at once: the group is of no use any more."""
+    logging.getLogger(__name__).error("%s", words)
     with contextlib.suppress(OSError):
         pulse.last_words(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent, words)
     os._exit(exit_code)
