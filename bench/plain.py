@@ -72,7 +72,7 @@ def main() -> None:
 def resume(latest: Path, parts: dict[str, Any]) -> int:
     if not latest.exists():
         return 0
-    state = torch.load(latest, map_location="cpu")
+    state = torch.load(latest, map_location="cpu", weights_only=True)
     for name, part in parts.items():
         part.load_state_dict(state[name])
     print(f"resuming at step {state['step']}")

@@ -47,7 +47,7 @@ class Plain:
         return folder / "latest.pt"
 
     def weights(self, path: Path) -> dict[str, Tensor]:
-        return torch.load(path)["model"]
+        return torch.load(path, weights_only=True)["model"]
 
 
 class Lockstep:
