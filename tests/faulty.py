@@ -7,28 +7,24 @@ import ctypes
 import os
 import sys
 import time
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pipeline import __main__ as commands
-from pipeline import parallel
+from pipeline.data.batches import Batches
 from pipeline.launch import torchrun
-from pipeline.parallel import Strategy
-from pipeline.parallel.lanes import Lanes, Task
-from pipeline.ranks import Ranks
 from pipeline.training import rank
 
 
 class Fault:
     """A rank's batches, with a fault in the first one of a step, or in every one where it is slow."""
 
-    def __init__(self, task: Task, kind: str, step: int):
-        self._batch, self._kind, self._step = task.batch, kind, step
+    def __init__(self, batches: Batches, kind: str, step: int):
+        self._batches, self._kind, self._step = batches, kind, step
 
-    def __call__(self, step: int, lane: int) -> tuple[Tensor, Tensor]:
-        images, labels = self._batch(step, lane)
+    def lane(self, step: int, lane: int) -> tuple[Tensor, Tensor]:
+        images, labels = self._batches.lane(step, lane)
         if self._kind == "slow":
             time.sleep(0.1)
         elif step == self._step:
@@ -64,14 +60,9 @@ def main() -> int:
 def as_rank() -> None:
     """A rank's part."""
     kind, number, step = os.environ["FAULT"].split(":")
-    build = parallel.build
-
-    def with_fault(name: str, task: Task, lanes: Lanes, group: Ranks, reduction: str) -> Strategy:
-        if group.rank == int(number):
-            task = replace(task, batch=Fault(task, kind, int(step)))
-        return build(name, task, lanes, group, reduction)
-
-    parallel.build = with_fault
+    if os.environ["RANK"] == number:
+        batches = rank.batches
+        rank.batches = lambda *parts: Fault(batches(*parts), kind, int(step))
     rank.run_as_rank(rank.main)
 
 
