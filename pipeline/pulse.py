@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-FORM = struct.Struct("<5q")
+FORM = struct.Struct("<6q")
 # With room for last words: on a full disk nothing could be written but what is there already.
 SIZE_BYTES = 4096
 STARTING, COMPUTING, WAITING = range(3)
@@ -26,7 +26,7 @@ class Pulse:
         faulthandler.register(signal.SIGUSR1, (folder / "stacks.log").open("w"))
         with (folder / ".pulse").open("w+b") as file:
             # Written and not only mapped: on a full disk the one is an error, the other a death by SIGBUS.
-            file.write(FORM.pack(os.getpid(), self._rank, self._step, STARTING, 0).ljust(SIZE_BYTES, b"\0"))
+            file.write(FORM.pack(os.getpid(), self._rank, self._step, STARTING, 0, 0).ljust(SIZE_BYTES, b"\0"))
             file.flush()
             self._shown = mmap.mmap(file.fileno(), SIZE_BYTES)
         # Whoever finds it may read it.
@@ -48,14 +48,14 @@ class Pulse:
 
     def _show(self, phase: int) -> None:
         self._beats += 1
-        FORM.pack_into(self._shown, 0, os.getpid(), self._rank, self._step, phase, self._beats)
+        FORM.pack_into(self._shown, 0, os.getpid(), self._rank, self._step, phase, self._beats, 0)
 
 
-def last_words(folder: Path, text: str) -> None:
+def last_words(folder: Path, text: str, exit_code: int) -> None:
     """Why this rank ends."""
     with (folder / "pulse").open("r+b") as file:
-        file.seek(FORM.size)
-        file.write(text.encode()[: SIZE_BYTES - FORM.size])
+        file.seek(FORM.size - 8)
+        file.write(exit_code.to_bytes(8, "little") + text.encode()[: SIZE_BYTES - FORM.size])
 
 
 class Sign(NamedTuple):
@@ -66,6 +66,7 @@ class Sign(NamedTuple):
     step: int
     phase: int
     beats: int
+    exit_code: int
     words: str
 
 
@@ -77,7 +78,7 @@ def read(folder: Path) -> Sign | None:
     content = path.read_bytes()
     if len(content) < SIZE_BYTES:
         return None
-    pid, rank, step, phase, beats = FORM.unpack(content[: FORM.size])
+    pid, rank, step, phase, beats, exit_code = FORM.unpack(content[: FORM.size])
     words = content[FORM.size :].rstrip(b"\0").decode(errors="replace")
     # Before it is seated it has only torchrun's number, which is its folder's name.
-    return Sign(pid, rank if rank >= 0 else int(folder.name), step, phase, beats, words)
+    return Sign(pid, rank if rank >= 0 else int(folder.name), step, phase, beats, exit_code, words)

@@ -68,6 +68,18 @@ def sign_of(folder: Path | None) -> Sign | None:
     return pulse.read(folder) if folder else None
 
 
+def newest_attempt(logs: Path) -> int:
+    """How often all ranks have been started again."""
+    return max((int(path.name.partition("_")[2]) for path in logs.glob("*/attempt_*")), default=0)
+
+
+def last_told(logs: Path, ranks: int) -> list[Failure]:
+    """What ranks of the newest attempt have left as their last words."""
+    attempt = newest_attempt(logs)
+    signs = [sign for local in range(ranks) if (sign := sign_of(folder_of(logs, attempt, local)))]
+    return [Failure(sign.rank, sign.exit_code, sign.words, attempt, sign.step) for sign in signs if sign.exit_code]
+
+
 def cause_of(folder: Path | None) -> str:
     """What a rank said last: its own error, or the last line it wrote."""
     if folder is None:

@@ -1,6 +1,7 @@
 """How a run ended: judged from the journal and from torchrun, written down for programs, said once for people."""
 
 import json
+import shutil
 import signal
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from pipeline.launch.failure import Failure
 from pipeline.launch.torchrun import RETURN_SECONDS, Watch
 from pipeline.tracking import journal
 
+LITTLE_BYTES = 1 << 20
 STOPPED, INTERRUPTED, TERMINATED = 75, 130, 143
 
 
@@ -61,6 +63,8 @@ def judge(watch: Watch, job: Job, checkpoint: str | None, command: str) -> Outco
         return ended("stopped", STOPPED, f"torchrun was ended by {signal.Signals(-watch.exit_code).name}; its ranks saved at step {step}")
     if end["kind"] == "stopped" or watch.stopped_by is not None or watch.torchrun_was_stopped:
         return ended("stopped", STOPPED, f"stopped on request at step {step}")
+    if not watch.failures and shutil.disk_usage(run).free < LITTLE_BYTES:
+        return ended("machine", MachineError.exit_code, f"{run}: the disk is full, and torchrun died of it; make room")
     if not watch.failures:
         return ended("failed", PeerError.exit_code, f"torchrun ended with {watch.exit_code} and no word from a rank; see {run / 'logs'}")
     failure = watch.first_cause()

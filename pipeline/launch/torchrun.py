@@ -17,7 +17,7 @@ from typing import Protocol
 
 from pipeline.files import write_whole
 from pipeline.job import Job
-from pipeline.launch.failure import HUNG, Failure, cause_of, folder_of, sign_of
+from pipeline.launch.failure import HUNG, Failure, cause_of, folder_of, last_told, sign_of
 from pipeline.launch.processes import Stopper, adopt_orphans, below, dies_with_parent, kill, wait_for_orphans
 from pipeline.launch.watchdog import Watchdog
 
@@ -111,6 +111,9 @@ def run(module: str, job: Job, node: Node, lock: int | None, observer: Observer)
     observer.heard()
     watch.stopped_by, watch.stopped_at_once = stopper.signal, stopper.at_once
     watch.exit_code = 0 if over else process.wait()
+    if watch.exit_code and not watch.failures:
+        # On a full disk torchrun itself may die without a word; its ranks have left theirs.
+        watch.failures += last_told(logs, node.ranks)
     return watch
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.launch.failure import HUNG, Failure, folder_of, sign_of
+from pipeline.launch.failure import HUNG, Failure, folder_of, newest_attempt, sign_of
 from pipeline.pulse import COMPUTING, Sign
 
 LOOK_SECONDS = 0.5
@@ -38,7 +38,7 @@ class Watchdog:
             return None
         since, self._looked_at = now - self._looked_at, now
         self._look_at_memory(now)
-        attempt = max((int(path.name.partition("_")[2]) for path in self._logs.glob("*/attempt_*")), default=0)
+        attempt = newest_attempt(self._logs)
         signs = {local: sign for local in range(self._ranks) if (sign := sign_of(folder_of(self._logs, attempt, local)))}
         alive = {local: sign for local, sign in signs.items() if Path(f"/proc/{sign.pid}").exists() and not _is_zombie(sign.pid)}
         if signs != self._seen or not alive:

@@ -178,7 +178,7 @@ def end(words: str, exit_code: int) -> None:
     """Leave at once: the group is of no use any more."""
     logging.getLogger(__name__).error("%s", words)
     with contextlib.suppress(OSError):
-        pulse.last_words(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent, words)
+        pulse.last_words(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent, words, exit_code)
     os._exit(exit_code)
 
 
