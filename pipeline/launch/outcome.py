@@ -63,9 +63,10 @@ def judge(watch: Watch, job: Job, checkpoint: str | None, command: str) -> Outco
         return ended("stopped", STOPPED, f"torchrun was ended by {signal.Signals(-watch.exit_code).name}; its ranks saved at step {step}")
     if end["kind"] == "stopped" or watch.stopped_by is not None or watch.torchrun_was_stopped:
         return ended("stopped", STOPPED, f"stopped on request at step {step}")
-    if not watch.failures and shutil.disk_usage(run).free < LITTLE_BYTES:
+    silent = watch.unexplained or not watch.failures
+    if silent and shutil.disk_usage(run).free < LITTLE_BYTES:
         return ended("machine", MachineError.exit_code, f"{run}: the disk is full, and torchrun died of it; make room")
-    if not watch.failures:
+    if silent:
         return ended("failed", PeerError.exit_code, f"torchrun ended with {watch.exit_code} and no word from a rank; see {run / 'logs'}")
     failure = watch.first_cause()
     step = max(step, failure.step)

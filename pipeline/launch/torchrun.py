@@ -17,7 +17,7 @@ from typing import Protocol
 
 from pipeline.files import write_whole
 from pipeline.job import Job
-from pipeline.launch.failure import HUNG, Failure, cause_of, folder_of, last_told, sign_of
+from pipeline.launch.failure import HUNG, Failure, cause_of, folder_of, last_told, newest_attempt, sign_of
 from pipeline.launch.processes import Stopper, adopt_orphans, below, dies_with_parent, kill, wait_for_orphans
 from pipeline.launch.watchdog import Watchdog
 
@@ -58,6 +58,8 @@ class Watch:
     nobody_came_back: bool = False
     given_up: str | None = None
     torchrun_was_stopped: bool = False
+    # Torchrun has ended, and nobody said why.
+    unexplained: bool = False
     failures: list[Failure] = field(default_factory=list[Failure])
 
     def first_cause(self) -> Failure:
@@ -111,9 +113,10 @@ def run(module: str, job: Job, node: Node, lock: int | None, observer: Observer)
     observer.heard()
     watch.stopped_by, watch.stopped_at_once = stopper.signal, stopper.at_once
     watch.exit_code = 0 if over else process.wait()
-    if watch.exit_code and not watch.failures:
+    if watch.exit_code and node.nodes == 1 and newest_attempt(logs) not in {one.attempt for one in watch.failures}:
         # On a full disk torchrun itself may die without a word; its ranks have left theirs.
-        watch.failures += last_told(logs, node.ranks)
+        told = last_told(logs, node.ranks)
+        watch.failures, watch.unexplained = watch.failures + told, not told
     return watch
 
 

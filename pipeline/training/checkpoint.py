@@ -114,6 +114,8 @@ class Checkpoints:
 
     def _write_best(self, model: nn.Module, step: int, accuracy: float) -> None:
         index = self._index()
+        if index["checkpoints"] and read_sealed(self._folder / INDEX) is None:
+            self._write_index(index)
         best = index.get("best")
         if best is not None and best["step"] != step and best["accuracy"] >= accuracy:
             return
@@ -126,6 +128,8 @@ class Checkpoints:
 
     def _newest(self) -> bytes:
         index = self._index()
+        if index["checkpoints"] and read_sealed(self._folder / INDEX) is None:
+            self._write_index(index)
         best = index.get("best")
         entries = index["checkpoints"][::-1]
         if entries and best is not None and checked(self._folder, best) is None:
