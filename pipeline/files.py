@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from typing import Any
 
 def check_room(folder: Path, needed_bytes: int) -> None:
     """OSError where so much does not fit into a folder."""
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < needed_bytes:
+    total_bytes, _, free_bytes = shutil.disk_usage(folder)
+    # Some file systems do not tell.
+    if total_bytes and free_bytes < needed_bytes:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed_bytes:,} bytes are needed, {free_bytes:,} are free", str(folder))
 
 
@@ -63,6 +65,10 @@ def _seal(values: dict[str, Any]) -> str:
 def whole_folder(path: Path) -> Generator[Path]:
     """A folder to fill, which takes the place of `path` when all of it is there, and else leaves nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{path.name}-*"):
+        if left.stat().st_mtime < time.time() - 3600:
+            # Of a process that was killed.
+            shutil.rmtree(left, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
     try:
         yield scratch

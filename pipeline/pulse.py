@@ -72,10 +72,10 @@ class Sign(NamedTuple):
 
 def read(folder: Path) -> Sign | None:
     """The sign of the rank whose folder this is, once it gives one."""
-    path = folder / "pulse"
-    if not path.exists():
+    try:
+        content = (folder / "pulse").read_bytes()
+    except FileNotFoundError:
         return None
-    content = path.read_bytes()
     if len(content) < SIZE_BYTES:
         return None
     pid, rank, step, phase, beats, exit_code = FORM.unpack(content[: FORM.size])

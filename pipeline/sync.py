@@ -20,7 +20,7 @@ def run(config: Config, paths: Paths) -> int:
             continue
         try:
             with held(run / "lock"):
-                wrong = MirrorProcess(run, paths).finish(math.inf)
+                wrong = MirrorProcess(run, paths, patient=True).finish(math.inf)
         except MachineError as error:
             log.info("%s", error)
             continue

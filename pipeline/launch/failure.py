@@ -15,6 +15,7 @@ from pipeline.pulse import Sign
 # What a rank says when it is a peer that was lost.
 SECONDHAND = re.compile(
     r"onnection (closed|reset|refused|was likely closed)|connectFullMesh|Broken pipe|Timed out waiting|unhandled system error"
+    r"|remote process exited|communicator was aborted|collective operation timeout"
 )
 NO_MEMORY = re.compile(r"out of memory|[Cc]an(no|')t allocate memory|not enough memory|MemoryError|bad_alloc")
 OUR_OWN = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
@@ -26,7 +27,7 @@ HUNG = 6
 class Failure:
     """The first rank that failed in an attempt, on one machine."""
 
-    rank: int
+    rank: int | None
     exit_code: int
     cause: str
     attempt: int
@@ -102,19 +103,23 @@ class Patience:
     LIMIT = 3
 
     def __init__(self) -> None:
-        self._furthest, self._in_vain = -1, 0
+        self._furthest = -1
         self._failed_at: set[int] = set()
+        # By machine: with another's failure mostly comes one of ours.
+        self._in_vain: dict[str | None, int] = {}
 
     def spent(self, failure: Failure) -> str | None:
         """Why there is no use in another start, or None."""
+        if failure.step > self._furthest:
+            self._furthest = failure.step
+            self._failed_at.clear()
+            self._in_vain.clear()
+        else:
+            self._in_vain[failure.host] = self._in_vain.get(failure.host, 0) + 1
         if failure.repeatable:
             if failure.step in self._failed_at:
                 return f"step {failure.step} has failed twice" if failure.step >= 0 else "it has failed twice before its first step"
             self._failed_at.add(failure.step)
-        # With another machine's failure comes one of ours.
-        if failure.host is None:
-            self._in_vain = 0 if failure.step > self._furthest else self._in_vain + 1
-            self._furthest = max(self._furthest, failure.step)
-        if self._in_vain >= self.LIMIT:
-            return f"{self._in_vain + 1} starts got no further than step {max(self._furthest, 0)}"
+        if self._in_vain.get(failure.host, 0) >= self.LIMIT:
+            return f"{self.LIMIT + 1} starts got no further than step {max(self._furthest, 0)}"
         return None

@@ -57,17 +57,18 @@ def is_behind(run: Path, paths: Paths) -> bool:
 class MirrorProcess:
     """Mirrors one run until it is told that the journal is complete."""
 
-    def __init__(self, run: Path, paths: Paths):
+    def __init__(self, run: Path, paths: Paths, patient: bool = False):
         (run / "logs").mkdir(parents=True, exist_ok=True)
         self._run = run
         # What went wrong for an earlier one is no news.
         note(run, None)
         uri, credentials = without_credentials(tracking_uri(paths))
+        self._server = server_of(uri)
         with (run / "logs" / "mirror.log").open("a") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pipeline.tracking.mirror", str(run)],
                 cwd=Path(__file__).parents[2],
-                env=os.environ | QUICK_TO_FAIL | credentials | {"MLFLOW_TRACKING_URI": uri},
+                env=({} if patient else QUICK_TO_FAIL) | os.environ | credentials | {"MLFLOW_TRACKING_URI": uri},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -80,8 +81,8 @@ class MirrorProcess:
         """MLflow's id of the run, once it has one; None where it cannot be had now."""
         while self._still():
             state = read_state(self._run)
-            if state.run_id or state.error:
-                return state.run_id or None
+            if state.error or (state.run_id and state.server == self._server):
+                return state.run_id if state.server == self._server else None
         return None
 
     def finish(self, deaf_seconds: float = DEAF_SECONDS) -> str | None:

@@ -10,7 +10,7 @@ from pipeline.config import Config, MachineError, PeerError
 from pipeline.files import write_whole
 from pipeline.job import Job
 from pipeline.launch.failure import Failure
-from pipeline.launch.torchrun import RETURN_SECONDS, Watch
+from pipeline.launch.torchrun import FINAL_EXITS, RETURN_SECONDS, Watch
 from pipeline.tracking import journal
 
 LITTLE_BYTES = 1 << 20
@@ -61,8 +61,11 @@ def judge(watch: Watch, job: Job, checkpoint: str | None, command: str) -> Outco
         return ended("stopped", INTERRUPTED if watch.stopped_by == signal.SIGINT else TERMINATED, "stopped at once by a second signal")
     if end["kind"] == "stopped" and watch.stopped_by is None and watch.exit_code < 0:
         return ended("stopped", STOPPED, f"torchrun was ended by {signal.Signals(-watch.exit_code).name}; its ranks saved at step {step}")
-    if end["kind"] == "stopped" or watch.stopped_by is not None or watch.torchrun_was_stopped:
+    told = [one for one in watch.failures if one.exit_code in FINAL_EXITS] if end["kind"] != "stopped" else []
+    if end["kind"] == "stopped":
         return ended("stopped", STOPPED, f"stopped on request at step {step}")
+    if not told and (watch.stopped_by is not None or watch.torchrun_was_stopped):
+        return ended("stopped", STOPPED, f"stopped on request after step {step}, when nothing could be saved")
     silent = watch.unexplained or not watch.failures
     if silent and shutil.disk_usage(run).free < LITTLE_BYTES:
         return ended("machine", MachineError.exit_code, f"{run}: the disk is full, and torchrun died of it; make room")
@@ -75,7 +78,7 @@ def judge(watch: Watch, job: Job, checkpoint: str | None, command: str) -> Outco
     if failure.exit_code > 1:
         name = {2: "configuration", 3: "data", 4: "machine", 5: "diverged"}.get(failure.exit_code, "failed")
         # On a full disk even last words may be lost.
-        cause = failure.cause or f"{run}: rank {failure.rank} could not go on nor say why; see that there is room and a right to write"
+        cause = failure.cause or f"{run}: a rank could not go on nor say why; see that there is room and a right to write"
         return ended(name, failure.exit_code if failure.exit_code in (2, 3, 4, 5) else PeerError.exit_code, cause, failure.rank)
     why = watch.given_up or "torchrun gave up"
     if watch.nobody_came_back:
@@ -102,7 +105,7 @@ def unpublished(end: Outcome, error: OSError | MachineError, command: str) -> Ou
 
 def describe(failure: Failure, config: Config) -> str:
     """One failure in a few words."""
-    who = f"rank {failure.rank}" + (f" on {failure.host}" if failure.host else "")
+    who = ("a rank" if failure.rank is None else f"rank {failure.rank}") + (f" on {failure.host}" if failure.host else "")
     when = f" in step {failure.step}" if failure.step >= 0 else " before its first step"
     if failure.out_of_memory:
         size = f"lower dist.batch_size_per_gpu ({config.dist.batch_size_per_gpu}) or raise dist.accumulation ({config.dist.accumulation})"

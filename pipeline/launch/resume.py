@@ -1,14 +1,17 @@
 """Go on from a run that is named by hand: only where it is the same experiment, under `native` also on another placement."""
 
+import hashlib
 import json
+import os
 import shutil
 import uuid
 from pathlib import Path
 from typing import Any
 
 from pipeline.config import ConfigError
-from pipeline.files import whole_folder, write_whole
+from pipeline.files import read_sealed, whole_folder, write_sealed, write_whole
 from pipeline.job import Job
+from pipeline.launch.lock import held
 from pipeline.launch.work import newest_checkpoint
 from pipeline.tracking import journal as journals
 from pipeline.tracking.journal import Journal
@@ -39,11 +42,16 @@ def adopt(source: Path, job: Job, identity: dict[str, Any], opening: dict[str, A
     if hindering:
         named = "; ".join(f"{key}: {then.get(key)!r} there, {now.get(key)!r} here" for key in hindering)
         raise ConfigError(f"--resume: {source} is another experiment ({named}); without --resume this one trains from its own checkpoints")
-    newest = newest_checkpoint(source)
-    if newest is None or newest_checkpoint(job.run):
-        return None
-    _copy(source, job, int(Path(newest).stem.partition("-")[2]), opening)
-    changed = ", ".join(f"{key} {then[key]} -> {now[key]}" for key in differing)
+    if newest_checkpoint(job.run):
+        return f"this run has checkpoints of its own and goes on from them, not from {source}"
+    with held(source / "lock"):
+        newest = newest_checkpoint(source)
+        if newest is None:
+            raise ConfigError(f"--resume: {source} has no good checkpoint; without --resume this trains from the beginning")
+        _copy(source, job, int(Path(newest).stem.partition("-")[2]), opening)
+    if not differing:
+        return f"going on from {newest}"
+    changed = ", ".join(f"{key} {then.get(key)} -> {now.get(key)}" for key in differing)
     return (
         f"going on from {newest} with {changed}: the same samples in the same order, none twice and none left out; "
         "`native` sums in another order there, so the bits are those of neither"
@@ -51,17 +59,25 @@ def adopt(source: Path, job: Job, identity: dict[str, Any], opening: dict[str, A
 
 
 def _copy(source: Path, job: Job, step: int, opening: dict[str, Any]) -> None:
-    """The checkpoints, last of all, and every figure up to the newest one."""
-    job.journal.unlink(missing_ok=True)
-    journal = Journal(job.journal)
+    """The checkpoints, and every figure up to the newest one; a kill in between leaves none of it believed."""
+    partial = job.run / ".journal.jsonl.partial"
+    partial.unlink(missing_ok=True)
+    journal = Journal(partial)
     tags = opening["tags"] | {"lockstep.resumed_from": source.name}
     journal.event("run", **({"id": uuid.uuid4().hex} | opening | {"tags": tags}))
     for line in journals.read(source / "journal.jsonl"):
         if line["kind"] == "metrics" and line["step"] <= step:
             journal.event("metrics", **{name: value for name, value in line.items() if name != "kind"})
+    journal.sync()
     journal.close()
+    content = partial.read_bytes()
     with whole_folder(job.checkpoints) as scratch:
         shutil.copytree(source / "checkpoints", scratch, dirs_exist_ok=True)
+        index = read_sealed(scratch / "index.json")
+        if index is not None:
+            entries = [entry | {"journal": [len(content), hashlib.sha256(content).hexdigest()]} for entry in index["checkpoints"]]
+            write_sealed(scratch / "index.json", index | {"checkpoints": entries})
+    os.replace(partial, job.journal)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

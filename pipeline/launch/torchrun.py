@@ -150,6 +150,7 @@ def _start(command: list[str], variables: dict[str, str], lock: int | None) -> "
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
         pass_fds=() if lock is None else (lock,),
         # A session of its own: Ctrl-C in a terminal reaches us alone, and we decide what becomes of it.
         start_new_session=True,
@@ -214,7 +215,7 @@ class _Reader(threading.Thread):
             self._watch.nobody_came_back |= "RendezvousTimeoutError" in line
             self._watch.torchrun_was_stopped |= "SignalException" in line
             found = FAILED.search(line)
-            if found and self._stopper.signal is None:
+            if found:
                 self.take(self._failure(attempt, int(found[2]), int(found[1])))
                 attempt += 1
 
@@ -231,10 +232,15 @@ class _Reader(threading.Thread):
         if failure is not None and self._stopper.signal is None:
             self.take(failure)
         if time.monotonic() > self._hung_at + WORD_SECONDS:
-            kill(self._process.pid)
+            # No word from the machine that all wait for: it is gone, and a spare may take its place.
+            self._hung_at = math.inf
+            self._watchdog.kill_ranks()
 
     def take(self, failure: Failure) -> None:
         """Note a failure, and end the job where trying again cannot help."""
+        if self._stopper.signal is not None and failure.exit_code not in FINAL_EXITS:
+            # Whoever is told to stop may end in any way.
+            return
         self._watch.failures.append(failure)
         self._watch.given_up = self._observer.failed(failure) or self._watch.given_up
         if failure.waiting:

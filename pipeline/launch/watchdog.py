@@ -1,7 +1,6 @@
 """The watchdog: sees from the pulses of this machine's ranks who stands still, whom the others wait for, and who is gone."""
 
 import contextlib
-import math
 import os
 import signal
 import time
@@ -16,6 +15,8 @@ from pipeline.pulse import COMPUTING, Sign
 LOOK_SECONDS = 0.5
 # How long ranks may outlive one of them, and how long they have to write down their stacks.
 OUTLIVE_SECONDS, DUMP_SECONDS = 6, 0.3
+# How long ranks may take to begin, at least, and how near to a loss want of memory explains it.
+START_SECONDS, NEAR_SECONDS = 120, 3
 # A rank for which the others wait in so large a share of so much time is slow.
 SLOW_SHARE, SLOW_SECONDS = 0.6, 30
 
@@ -27,63 +28,86 @@ class Watchdog:
         self._logs, self._ranks, self._others, self._limit, self._say = logs, ranks, others, limit_seconds, say
         self._looked_at = self._changed_at = self._whole_at = self._window_at = time.monotonic()
         self._seen: dict[int, Sign] = {}
-        self._warned = False
+        self._warned, self._hung_in = False, -1
+        self._alive: dict[int, Sign] = {}
         self._behind: dict[int, float] = {}
         self._starved, self._starved_at = _oom_kills(), -60.0
 
     def look(self) -> Failure | None:
         """The rank that has stood still for longer than it may, if one has; its stacks are then written down."""
         now = time.monotonic()
-        if now - self._looked_at < LOOK_SECONDS:
+        since = now - self._looked_at
+        if since < LOOK_SECONDS:
             return None
-        since, self._looked_at = now - self._looked_at, now
+        self._looked_at = now
+        if since > 5 * LOOK_SECONDS:
+            # This process was stopped too, as by `docker pause`: what it slept through does not count.
+            self._changed_at, self._whole_at, self._window_at = self._changed_at + since, self._whole_at + since, self._window_at + since
         self._look_at_memory(now)
         attempt = newest_attempt(self._logs)
         signs = {local: sign for local in range(self._ranks) if (sign := sign_of(folder_of(self._logs, attempt, local)))}
-        alive = {local: sign for local, sign in signs.items() if Path(f"/proc/{sign.pid}").exists() and not _is_zombie(sign.pid)}
-        if signs != self._seen or not alive:
+        alive = {local: sign for local, sign in signs.items() if self._lives(sign.pid)}
+        if signs != self._seen or (signs and not alive):
             self._seen, self._changed_at = signs, now
         self._whole_at = now if len(alive) == len(signs) else self._whole_at
+        self._alive = alive
         if alive and now - self._whole_at > OUTLIVE_SECONDS:
             # Their peer is gone and they have not noticed: torchrun would give them 30 s.
-            for sign in alive.values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(sign.pid, signal.SIGKILL)
+            self.kill_ranks()
             return None
         self._look_for_slow(alive, since, now)
+        # Who has yet to import torch has not been late.
+        limit = self._limit if len(alive) == self._ranks else max(self._limit, START_SECONDS)
         idle = now - self._changed_at
-        if alive and idle > self._limit / 4 and not self._warned:
+        if alive and idle > limit / 4 and not self._warned:
             self._warned = True
-            who, why, _ = self._late(alive)
-            self._say(
-                f"rank {who} {why}; the others have waited for {idle:.0f} s, and wait {self._limit:.0f} s at most (dist.timeout_seconds)"
-            )
-        return self._hung(alive, attempt) if alive and idle > self._limit else None
+            _, why, _ = self._late(alive)
+            self._say(f"{why}; this has been so for {idle:.0f} s, and may be for {limit:.0f} s (dist.timeout_seconds)")
+        if idle <= limit or attempt == self._hung_in or (self._others and not alive):
+            return None
+        self._hung_in = attempt
+        return self._hung(alive, attempt, limit)
+
+    def kill_ranks(self) -> None:
+        """End the ranks, and leave it to torchrun to start them again."""
+        for sign in self._alive.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(sign.pid, signal.SIGKILL)
 
     def starved(self) -> bool:
-        """Whether the kernel has just ended a process for want of memory."""
+        """Whether the kernel ended a process for want of memory when a rank was lost."""
         self._look_at_memory(time.monotonic())
-        return time.monotonic() - self._starved_at < 60
+        return abs(self._starved_at - self._whole_at) < NEAR_SECONDS
 
     def _look_at_memory(self, now: float) -> None:
         before, self._starved = self._starved, _oom_kills()
         if self._starved > before:
             self._starved_at = now
 
-    def _late(self, alive: dict[int, Sign]) -> tuple[int, str, bool]:
+    def _lives(self, pid: int) -> bool:
+        """Whether this is still the rank that gave the sign: a number may have been given to another process."""
+        try:
+            process = psutil.Process(pid)
+            return process.status() != psutil.STATUS_ZOMBIE and any(str(self._logs) in word for word in process.cmdline())
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            return False
+
+    def _late(self, alive: dict[int, Sign]) -> tuple[int | None, str, bool]:
         """Whom all wait for, in what state it is, and whether it waits itself, as for another machine's."""
         for sign in alive.values():
             if _status(sign.pid) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                return sign.rank, f"is stopped (SIGSTOP) in step {sign.step}", False
+                return sign.rank, f"rank {sign.rank} is stopped (SIGSTOP) in step {sign.step}", False
         if len(alive) < self._ranks:
-            return max(set(range(self._ranks)) - set(alive)), "has not come to the others", False
+            return None, f"{self._ranks - len(alive)} of {self._ranks} ranks here have not begun", False
         last = min(alive.values(), key=lambda one: (one.step, one.phase != COMPUTING, one.rank))
-        together = all((one.step, one.phase) == (last.step, last.phase) for one in alive.values())
+        together = len({(one.step, one.phase) for one in alive.values()}) == 1
         if self._others and together and last.phase != COMPUTING:
-            return last.rank, f"waits in step {last.step} for another machine's", True
-        return last.rank, f"stands still in step {last.step}", False
+            return last.rank, f"rank {last.rank} waits in step {last.step} for another machine's", True
+        if together and len(alive) > 1:
+            return None, f"no rank gets on in step {last.step}, and all are in the same place", False
+        return last.rank, f"rank {last.rank} stands still in step {last.step}", False
 
-    def _hung(self, alive: dict[int, Sign], attempt: int) -> Failure:
+    def _hung(self, alive: dict[int, Sign], attempt: int, limit: float) -> Failure:
         who, why, waits = self._late(alive)
         states = {sign.pid: _status(sign.pid) for sign in alive.values()}
         for sign in alive.values():
@@ -95,12 +119,12 @@ class Watchdog:
         for local, sign in alive.items():
             folder = folder_of(self._logs, attempt, local)
             assert folder is not None
-            with (folder / "stacks.log").open("a") as file:
+            with contextlib.suppress(OSError), (folder / "stacks.log").open("a") as file:
                 file.write(f"rank {sign.rank}, process {sign.pid}: {states[sign.pid]}, step {sign.step}, beat {sign.beats}\n")
-        step = min(sign.step for sign in alive.values())
-        limit, self._limit = self._limit, math.inf
-        cause = f"{why}; the others waited {limit:.0f} s for it (dist.timeout_seconds); stacks of all ranks: {self._logs}/**/stacks.log"
-        return Failure(who, HUNG, f"rank {who} {cause}", attempt, step, waiting=waits)
+        step = min((sign.step for sign in alive.values()), default=-1)
+        where = f"stacks of all ranks: {self._logs}/**/stacks.log"
+        cause = f"{why}; that was so for {limit:.0f} s (dist.timeout_seconds; raise it if that can be right); {where}"
+        return Failure(who, HUNG, cause, attempt, step, waiting=waits)
 
     def _look_for_slow(self, alive: dict[int, Sign], since: float, now: float) -> None:
         """Warn once of a rank that the others wait for most of the time."""
@@ -124,10 +148,6 @@ def _status(pid: int) -> str:
         return psutil.Process(pid).status()
     except psutil.NoSuchProcess:
         return "gone"
-
-
-def _is_zombie(pid: int) -> bool:
-    return _status(pid) in (psutil.STATUS_ZOMBIE, "gone")
 
 
 def _oom_kills() -> int:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from pipeline.config import MachineError
+
 
 class Writer(Protocol):
     """What the loop tells of itself."""
@@ -93,7 +95,11 @@ class Tail:
                 if not line.endswith(b"\n"):
                     return
                 self.offset += len(line)
-                yield json.loads(line)
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    where = f"{self._path}: is damaged before byte {self.offset}"
+                    raise MachineError(f"{where}; move {self._path.parent} away to train again") from None
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:

@@ -7,17 +7,17 @@ the run is marked KILLED. Metrics carry the journal's own times, so sending a li
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.files import locked
+from pipeline.tracking.database import opening
 from pipeline.tracking.journal import Tail, last, read
 from pipeline.tracking.mirrored import State, explained, note, read_state, server_of, write_state
 from pipeline.tracking.program import Program
@@ -42,7 +42,7 @@ class Mirror:
         self._mlflow, self._metric, self._param, self._tag = mlflow, Metric, Param, RunTag
         self._run = run
         self._pending: list[Any] = []
-        with _opening(mlflow.get_tracking_uri()):
+        with opening(mlflow.get_tracking_uri()):
             self._client = mlflow.MlflowClient()
         self._state = self._known(read_state(run), server_of(mlflow.get_tracking_uri()))
         self._tail = Tail(run / "journal.jsonl", self._state.offset)
@@ -92,7 +92,7 @@ class Mirror:
             if line["kind"] == "metrics":
                 wanted |= line["values"]
         kept = self._client.get_run(self._state.run_id).data.metrics
-        lost = [name for name, value in wanted.items() if kept.get(name) != value]
+        lost = [name for name, value in wanted.items() if kept.get(name) != value and math.isfinite(value)]
         if lost:
             self._tail.offset = 0
             self._state = replace(self._state, offset=0)
@@ -161,6 +161,9 @@ class Mirror:
 
         if self._client.get_run(self._state.run_id).data.tags.get(MODEL_TAG):
             return
+        for model in self._client.search_logged_models([self._state.experiment_id], f"source_run_id = '{self._state.run_id}'"):
+            # Of a mirror that was ended while it sent it.
+            self._client.delete_logged_model(model.model_id)
         program = Program(self._inside(line["path"]), line["shape"], line.get("num_classes", -1))
         # Within its run: else it would be in MLflow's default experiment.
         with self._mlflow.start_run(run_id=self._state.run_id):
@@ -177,30 +180,6 @@ class Mirror:
     def _on_ended(self, line: dict[str, Any]) -> None:
         self._on_tags({"tags": {"lockstep.outcome": line["outcome"]}})
         self._client.set_terminated(self._state.run_id, STATUS.get(line["outcome"], "FAILED"), line["at"])
-
-
-@contextmanager
-def _opening(uri: str) -> Generator[None]:
-    """One process at a time opens a local database: two that create or migrate it at once break it."""
-    if not uri.startswith("sqlite:///"):
-        yield
-        return
-    path = Path(uri.removeprefix("sqlite:///"))
-    with locked(path.with_name(path.name + ".lock")):
-        if not path.exists():
-            _create(path)
-        yield
-
-
-def _create(path: Path) -> None:
-    """A new database, whole or not at all: MLflow cannot mend one whose creation was killed."""
-    import mlflow
-
-    scratch = path.with_name(f".{path.name}.new")
-    for left in (scratch, path.with_name(f"{scratch.name}-journal")):
-        left.unlink(missing_ok=True)
-    mlflow.MlflowClient(f"sqlite:///{scratch}").search_experiments(max_results=1)
-    os.replace(scratch, path)
 
 
 def follow(run: Path, closed: threading.Event) -> bool:
@@ -220,7 +199,7 @@ def follow(run: Path, closed: threading.Event) -> bool:
                 mirror.settle()
                 return True
         except (MlflowException, SQLAlchemyError, OSError, ValueError, ParseError) as error:
-            log.warning("%s", error)
+            log.warning("%s", explained(error))
             note(run, explained(error))
             if mirror is not None:
                 mirror.failed()

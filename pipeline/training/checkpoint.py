@@ -91,6 +91,7 @@ class Checkpoints:
         if step == self._saved:
             return
         before, self._saved = self._saved, step
+        self._ranks.pulse.computing()
         self._ranks.only_first(lambda: self._write(step, before, model, optimizer), None)
 
     def save_best(self, model: nn.Module, step: int, accuracy: float) -> None:
@@ -102,14 +103,14 @@ class Checkpoints:
         state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
         for index, values in state.items():
             tensors |= {f"optimizer.{index}.{key}": value for key, value in values.items() if isinstance(value, Tensor)}
-        content = packed(tensors, step=str(step))
         index = self._index()
+        content = packed(tensors, step=str(step), best=json.dumps(index.get("best")))
         file = f"step-{step:08d}.safetensors"
         write_whole(self._folder / file, content)
         # Not those that were refused when this run went on: they would push out good ones.
         entries = [entry for entry in index["checkpoints"] if entry["step"] < step and (before < 0 or entry["step"] <= before)]
         digest = hashlib.sha256(content).hexdigest()
-        entries.append({"step": step, "file": file, "sha256": digest, "journal_bytes": self._journal_bytes()})
+        entries.append({"step": step, "file": file, "sha256": digest, "journal": self._journal_until()})
         self._write_index(index | {"checkpoints": entries[-self._keep :]})
 
     def _write_best(self, model: nn.Module, step: int, accuracy: float) -> None:
@@ -136,9 +137,9 @@ class Checkpoints:
             # From before it, where that can be, the best model comes about again; a later one may beat it anyway.
             entries.sort(key=lambda entry: entry["step"] >= best["step"])
         for entry in entries:
-            if entry.get("journal_bytes", 0) > self._journal_bytes():
+            if "journal" in entry and entry["journal"] != self._journal_until(entry["journal"][0]):
                 # Figures are written once: those that are gone come about again only from before them.
-                log.warning("%s is newer than the journal, which has been cut", self._folder / entry["file"])
+                log.warning("%s does not go with the journal, which has been cut", self._folder / entry["file"])
                 continue
             content = checked(self._folder, entry)
             if content is not None:
@@ -149,8 +150,13 @@ class Checkpoints:
             raise none_left(self._folder, len(index["checkpoints"]))
         return b""
 
-    def _journal_bytes(self) -> int:
-        return self._journal.stat().st_size if self._journal else 0
+    def _journal_until(self, size_bytes: int = -1) -> list[Any]:
+        """How long the journal is, or its first part, with the digest of that."""
+        if self._journal is None or not self._journal.exists():
+            return [0, ""]
+        with self._journal.open("rb") as file:
+            content = file.read(size_bytes)
+        return [len(content), hashlib.sha256(content).hexdigest()]
 
     def _index(self) -> dict[str, Any]:
         return read_index(self._folder)
@@ -188,12 +194,15 @@ def _index_of(folder: Path, files: list[Path]) -> dict[str, Any]:
         content = file.read_bytes()
         facts = proven(content)
         if facts is not None:
-            entry = {"step": int(facts["step"]), "file": file.name, "sha256": hashlib.sha256(content).hexdigest()}
-            entries[file.name.partition("-")[0]].append(entry | ({"accuracy": float(facts["accuracy"])} if "accuracy" in facts else {}))
+            entry: dict[str, Any] = {"step": int(facts["step"]), "file": file.name, "sha256": hashlib.sha256(content).hexdigest()}
+            known = {name: json.loads(facts[name]) for name in ("accuracy", "best") if name in facts}
+            entries[file.name.partition("-")[0]].append(entry | known)
     written = [file for file in files if file.name.startswith("step-")]
     if written and not entries["step"]:
         raise none_left(folder, len(written))
     best = max(entries["best"], key=lambda one: (one["accuracy"], -one["step"]), default=None)
+    # The newest checkpoint knows which it was, also where its file is damaged.
+    best = (entries["step"][-1].pop("best") if entries["step"] else None) or best
     return {"checkpoints": entries["step"]} | ({"best": best} if best else {})
 
 

@@ -1,5 +1,7 @@
 """What a finished training leaves: the best model as plain weights, and as a program that needs none of this code."""
 
+import io
+
 import torch
 from safetensors.torch import load
 from torch import Tensor, nn
@@ -32,10 +34,11 @@ class Classifier(nn.Module):
 
 def export(job: Job, model: nn.Module) -> None:
     """Write `model.safetensors` and `model.pt2` into the run's folder; the model is given its best weights."""
-    best = read_index(job.checkpoints)["best"]
-    content = checked(job.checkpoints, best)
+    best = read_index(job.checkpoints).get("best")
+    content = checked(job.checkpoints, best) if best else None
     if content is None:
-        raise MachineError(f"{job.checkpoints / best['file']}: is damaged and there is no other; remove {job.run} to train again")
+        name = best["file"] if best else "best-*.safetensors"
+        raise MachineError(f"{job.checkpoints / name}: is damaged and there is no other; move {job.run} away to train again")
     # In plain memory order: a tensor in another one is stored as a slice of itself.
     model.to(device="cpu", memory_format=torch.contiguous_format).load_state_dict(load(content))  # pyright: ignore[reportCallIssue]
     manifest = store.read_manifest(job.prepared)
@@ -43,8 +46,8 @@ def export(job: Job, model: nn.Module) -> None:
     example = torch.zeros((EXAMPLE_IMAGES, *manifest.shape), dtype=torch.uint8)
     # "AUTO": the number of images is free where the model allows it.
     program = torch.export.export(classifier, (example,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
-    scratch = job.run / ".model.pt2"
-    torch.export.save(program, scratch)
-    write_whole(job.run / "model.pt2", scratch.read_bytes())
-    scratch.unlink()
+    # Into memory: on a full disk torch's own writer ends the process.
+    packed = io.BytesIO()
+    torch.export.save(program, packed)
+    write_whole(job.run / "model.pt2", packed.getvalue())
     write_whole(job.run / "model.safetensors", content)

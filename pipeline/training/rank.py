@@ -34,10 +34,10 @@ from pipeline.training.guard import Diverged, Guard, write_down
 from pipeline.training.stopping import Stop
 
 # The launcher's watchdog is earlier; where it is gone too, this is what ends a rank that waits in vain.
-MARGIN_SECONDS = 60
+PATIENCE_TIMES = 10
 PR_SET_PDEATHSIG = 1
 # What a disk says, and no network.
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.ENOENT)
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES)
 
 
 def main(job: Job) -> None:
@@ -50,6 +50,7 @@ def main(job: Job) -> None:
             journal.event("stopped", step=step)
             return
         digest = weights_sha256(model.state_dict())
+        group.pulse.computing()
         group.only_first(lambda: export(job, model), None)
         journal.event("finished", step=step, weights_sha256=digest)
 
@@ -70,7 +71,7 @@ class Notes(logging.Handler):
 def joined(job: Job) -> Generator[Ranks]:
     """This process as a rank: bits fixed, group joined, and left again."""
     fix_bits(job)
-    timeout_seconds = job.config.dist.timeout_seconds + MARGIN_SECONDS
+    timeout_seconds = job.config.dist.timeout_seconds * PATIENCE_TIMES
     group = ranks.join(job.device, job.backend, ranks.seat(job.config.dist.world_size, timeout_seconds), timeout_seconds)
     yield group
     # Not after an error: a peer may wait for this rank in a collective, and leaving would wait for the peer.

@@ -7,6 +7,9 @@ from types import FrameType
 
 from pipeline.ranks import Ranks
 
+# Longer than a launcher waits.
+LAST_SECONDS = 90
+
 
 class Stop:
     """SIGTERM or SIGINT asks for a stop; a second one ends this process at once."""
@@ -22,6 +25,8 @@ class Stop:
         if self._asked:
             os._exit(128 + number)
         self._asked = True
+        # Whoever waits for a peer that will never answer does not outlive its launcher for long.
+        signal.alarm(LAST_SECONDS)
 
     def agreed(self) -> bool:
         """Whether all ranks stop before this step; the question put one step ago is answered, so nobody waits for it."""
