@@ -81,23 +81,25 @@ class Mirror:
 
     def settle(self) -> None:
         """The journal will not grow: MLflow must have all of it, and a run without an ending was killed."""
-        self._look_back()
+        if self._lost():
+            self._tail.offset = 0
+            self.catch_up()
+        lost = self._lost()
+        if lost:
+            self._state = replace(self._state, offset=0)
+            write_state(self._run, self._state)
+            raise self._mlflow.MlflowException(f"MLflow has not kept what it took, such as {lost[0]}")
         if last(self._run / "journal.jsonl", "started", "ended").get("kind") == "started":
             self._client.set_terminated(self._state.run_id, "FAILED" if self._outcome() in FAILED else "KILLED")
 
-    def _look_back(self) -> None:
-        """A server that takes everything and keeps nothing is found out, and hears it all again the next time."""
+    def _lost(self) -> list[str]:
+        """Of which figures MLflow does not have the newest value: a server that takes everything may keep nothing."""
         wanted: dict[str, float] = {}
         for line in read(self._run / "journal.jsonl"):
             if line["kind"] == "metrics":
                 wanted |= line["values"]
         kept = self._client.get_run(self._state.run_id).data.metrics
-        lost = [name for name, value in wanted.items() if kept.get(name) != value and math.isfinite(value)]
-        if lost:
-            self._tail.offset = 0
-            self._state = replace(self._state, offset=0)
-            write_state(self._run, self._state)
-            raise self._mlflow.MlflowException(f"MLflow has not kept what it took, such as {lost[0]}")
+        return [name for name, value in wanted.items() if kept.get(name) != value and math.isfinite(value)]
 
     def _outcome(self) -> str:
         """What status.json says, which has room for an ending even where the journal has none."""
