@@ -53,7 +53,7 @@ def test_nothing_is_wrong_with_a_small_experiment_and_nothing_heavy_is_imported(
     wrong = [one for one in findings if not one.startswith(("ok     ", "note   "))]
     assert len(wrong) == LITTLE
     assert all("/dev/shm" in one for one in wrong)
-    assert re.search(r"\| +pipeline\.tracking\.mirror$", said, re.MULTILINE)
+    assert re.search(r"\| +pipeline\.tracking\.mirrored$", said, re.MULTILINE)
     assert not re.search(r"\| +(torch|mlflow|dvc)$", said, re.MULTILINE)
 
 

@@ -198,7 +198,8 @@ def _index_of(folder: Path, files: list[Path]) -> dict[str, Any]:
             known = {name: json.loads(facts[name]) for name in ("accuracy", "best") if name in facts}
             entries[file.name.partition("-")[0]].append(entry | known)
     written = [file for file in files if file.name.startswith("step-")]
-    if written and not entries["step"]:
+    # A damaged list without a file may have named one.
+    if not entries["step"] and (written or (folder / INDEX).exists()):
         raise none_left(folder, len(written))
     best = max(entries["best"], key=lambda one: (one["accuracy"], -one["step"]), default=None)
     # The newest checkpoint knows which it was, also where its file is damaged.
