@@ -97,6 +97,7 @@ def run(module: str, job: Job, node: Node, lock: int | None, observer: Observer)
     """Run a module on this machine's ranks; the observer hears of every failure."""
     logs = job.run / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}-{os.getpid()}"
     logs.mkdir(parents=True, exist_ok=True)
+    (logs / "torchrun.log").touch()
     write_whole(logs / "job.json", job.model_dump_json().encode())
     watch = Watch()
     adopt_orphans()
