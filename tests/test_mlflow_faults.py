@@ -159,7 +159,7 @@ def test_after_a_power_cut_mlflow_is_told_the_truth_and_the_run_goes_on(
         process = experiment.start("train")
         wait_for_step(experiment, step, process)
         until = time.monotonic() + 30
-        while not mlflow_runs(experiment) and time.monotonic() < until:
+        while [run.info.status for run in mlflow_runs(experiment)] != ["RUNNING"] and time.monotonic() < until:
             time.sleep(0.1)
         for one in [*psutil.Process(process.pid).children(recursive=True), process]:
             one.send_signal(signal.SIGKILL)

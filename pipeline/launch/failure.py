@@ -59,6 +59,27 @@ class Failure:
         return not self.secondhand and (self.out_of_memory or self.exit_code > 0 or self.signal in OUR_OWN)
 
 
+@dataclass
+class Watch:
+    """What happened while torchrun ran."""
+
+    stopped_by: int | None = None
+    stopped_at_once: bool = False
+    exit_code: int = 0
+    nobody_came_back: bool = False
+    given_up: str | None = None
+    torchrun_was_stopped: bool = False
+    # Torchrun has ended, and nobody said why.
+    unexplained: bool = False
+    failures: list[Failure] = field(default_factory=list[Failure])
+
+    def first_cause(self) -> Failure:
+        """Of the failures that came with the last one, the one that is not a peer's complaint."""
+        last = self.failures[-1]
+        together = [one for one in self.failures if one.attempt == last.attempt or (one.host != last.host and one.at > last.at - 15)]
+        return next((one for one in together if not one.secondhand), last)
+
+
 def folder_of(logs: Path, attempt: int, local_rank: int) -> Path | None:
     """Where torchrun keeps what a rank of an attempt says."""
     return next(iter(logs.glob(f"*/attempt_{attempt}/{local_rank}")), None)
@@ -79,6 +100,15 @@ def last_told(logs: Path, ranks: int) -> list[Failure]:
     attempt = newest_attempt(logs)
     signs = [sign for local in range(ranks) if (sign := sign_of(folder_of(logs, attempt, local)))]
     return [Failure(sign.rank, sign.exit_code, sign.words, attempt, sign.step) for sign in signs if sign.exit_code]
+
+
+def first_lost(logs: Path, attempt: int, closed: set[int]) -> tuple[int, int] | None:
+    """Local rank and exit code (0: not known) of the one that went by itself, where torchrun ended those with the given numbers."""
+    for folder in sorted(logs.glob(f"*/attempt_{attempt}/*")):
+        sign = sign_of(folder) if folder.name.isdigit() else None
+        if sign and sign.pid not in closed:
+            return int(folder.name), sign.exit_code or int((folder / "error.json").exists())
+    return None
 
 
 def cause_of(folder: Path | None) -> str:
@@ -121,5 +151,5 @@ class Patience:
                 return f"step {failure.step} has failed twice" if failure.step >= 0 else "it has failed twice before its first step"
             self._failed_at.add(failure.step)
         if self._in_vain.get(failure.host, 0) >= self.LIMIT:
-            return f"{self.LIMIT + 1} starts got no further than step {max(self._furthest, 0)}"
+            return f"{self._in_vain[failure.host]} starts in a row got no further than step {max(self._furthest, 0)}"
         return None

@@ -9,8 +9,8 @@ from pathlib import Path
 from pipeline.config import Config, MachineError, PeerError
 from pipeline.files import write_whole
 from pipeline.job import Job
-from pipeline.launch.failure import Failure
-from pipeline.launch.torchrun import FINAL_EXITS, RETURN_SECONDS, Watch
+from pipeline.launch.failure import Failure, Watch
+from pipeline.launch.torchrun import FINAL_EXITS, RETURN_SECONDS
 from pipeline.tracking import journal
 
 LITTLE_BYTES = 1 << 20
@@ -112,6 +112,8 @@ def describe(failure: Failure, config: Config) -> str:
         return f"{who} ran out of memory{when}; {size} and dist.lanes ({config.dist.lanes}), or give it more memory"
     if failure.secondhand:
         return f"{who} lost its connection to another rank{when}"
+    if failure.exit_code == 0:
+        return f"{who} was lost{when}"
     if failure.signal:
         return f"{who} was ended by {failure.signal}{when}"
     return f"{who} failed{when}: {failure.cause or f'exit code {failure.exit_code}'}"

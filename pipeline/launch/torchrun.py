@@ -17,7 +17,7 @@ from typing import Protocol
 
 from pipeline.files import write_whole
 from pipeline.job import Job
-from pipeline.launch.failure import HUNG, Failure, cause_of, folder_of, last_told, newest_attempt, sign_of
+from pipeline.launch.failure import HUNG, Failure, Watch, cause_of, first_lost, folder_of, last_told, newest_attempt, sign_of
 from pipeline.launch.processes import Stopper, adopt_orphans, below, dies_with_parent, kill, wait_for_orphans
 from pipeline.launch.watchdog import Watchdog
 
@@ -30,6 +30,8 @@ RETURN_SECONDS = 600
 FINAL_EXITS = (2, 3, 4, 5, HUNG)
 # How long to wait for the word of the machine that all wait for.
 WORD_SECONDS = 5
+# What torchrun says to those that outlive the one that failed.
+CLOSING = re.compile(r"Sending process (\d+) closing signal")
 FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 
 
@@ -46,27 +48,6 @@ class Node:
     endpoint: str = "127.0.0.1:0"
     address: str = "127.0.0.1"
     interface: str = "lo"
-
-
-@dataclass
-class Watch:
-    """What happened while torchrun ran."""
-
-    stopped_by: int | None = None
-    stopped_at_once: bool = False
-    exit_code: int = 0
-    nobody_came_back: bool = False
-    given_up: str | None = None
-    torchrun_was_stopped: bool = False
-    # Torchrun has ended, and nobody said why.
-    unexplained: bool = False
-    failures: list[Failure] = field(default_factory=list[Failure])
-
-    def first_cause(self) -> Failure:
-        """Of the failures that came with the last one, the one that is not a peer's complaint."""
-        last = self.failures[-1]
-        together = [one for one in self.failures if one.attempt == last.attempt or (one.host != last.host and one.at > last.at - 15)]
-        return next((one for one in together if not one.secondhand), last)
 
 
 class Observer(Protocol):
@@ -208,17 +189,22 @@ class _Reader(threading.Thread):
     def run(self) -> None:
         """Until torchrun has said all."""
         assert self._process.stderr is not None
-        attempt = 0
+        attempt, closed = 0, set[int]()
         for line in self._process.stderr:
             # On a full disk the ranks' own words are what counts.
             with contextlib.suppress(OSError), (self._logs / "torchrun.log").open("a") as log:
                 log.write(line)
             self._watch.nobody_came_back |= "RendezvousTimeoutError" in line
             self._watch.torchrun_was_stopped |= "SignalException" in line
-            found = FAILED.search(line)
-            if found:
-                self.take(self._failure(attempt, int(found[2]), int(found[1])))
-                attempt += 1
+            if found := CLOSING.search(line):
+                closed.add(int(found[1]))
+            if found := FAILED.search(line):
+                local_rank, exit_code = int(found[2]), int(found[1])
+                if int(found[3]) in closed:
+                    # Of two in one second torchrun names any; the first is the one that it did not have to end.
+                    local_rank, exit_code = first_lost(self._logs, attempt, closed) or (local_rank, exit_code)
+                self.take(self._failure(attempt, local_rank, exit_code))
+                attempt, closed = attempt + 1, set()
 
     def _failure(self, attempt: int, local_rank: int, exit_code: int) -> Failure:
         folder = folder_of(self._logs, attempt, local_rank)
