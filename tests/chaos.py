@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipeline.tracking.journal import last
 from tests import chaos_checks as checks
 from tests.chaos_experiments import EXPERIMENTS, disk, may_mount, pipeline, reference, write_params
 from tests.chaos_faults import AFTER_THE_END, Fault, Start, hurt, plan, step_of
@@ -108,7 +109,9 @@ class Trial:
             if code == 4 and 4 in start.allowed and checks.beyond_repair(self.run_folder, self.harmed):
                 self.history.append("given up, as it was beyond repair")
                 break
-            for fault in between if code != 0 or all(one.kind in AFTER_THE_END for one in between) else ():
+            # A launcher that was killed may have finished before.
+            finished = code == 0 or last(self.run_folder / "journal.jsonl", "started", "ended").get("outcome") == "done"
+            for fault in between if not finished or all(one.kind in AFTER_THE_END for one in between) else ():
                 self.say(fault, hurt(self.run_folder, fault, self.harmed))
                 code = None
             if code == 0:

@@ -26,9 +26,9 @@ import torch
 
 from pipeline import evaluate
 from pipeline.__main__ import check_names
-from pipeline.config import Config, ConfigError, DataError, load
+from pipeline.config import Config, ConfigError, DataError, MachineError, load
 from pipeline.data import fashion_mnist, store
-from pipeline.files import Paths
+from pipeline.files import Paths, write_sealed
 from pipeline.launch.mirroring import address
 from pipeline.tracking.journal import Journal
 from pipeline.training.checkpoint import read_index
@@ -106,9 +106,9 @@ def test_a_receipt_that_names_no_run_is_refused(name: object, tmp_path: Path) ->
 def test_a_list_of_checkpoints_that_names_a_file_elsewhere_is_not_believed(key: str, tmp_path: Path) -> None:
     entry = {"step": 1, "file": "../precious", "sha256": ""}
     index = {"checkpoints": []} | {key: [entry] if key == "checkpoints" else entry}
-    digest = hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
-    (tmp_path / "index.json").write_text(json.dumps(index | {"digest": digest}))
-    assert read_index(tmp_path) == {"checkpoints": []}
+    write_sealed(tmp_path / "index.json", index)
+    with pytest.raises(MachineError, match="no good checkpoint is left"):
+        read_index(tmp_path)
 
 
 def evil_program(path: Path, ran: Path) -> None:
