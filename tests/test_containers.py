@@ -77,6 +77,7 @@ def opens_on_the_loopback_alone(job: Project) -> None:
             pass
 
 
+@pytest.mark.fault(26, "a container without a network: no name resolves")
 @pytest.mark.fault(25, "64 MB of /dev/shm, a read-only root, another uid, no network")
 def test_without_a_network_and_without_a_checkout_a_container_trains(image: str, tmp_path: Path, outside: Callable[..., str]) -> None:
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(SMALL))

@@ -115,8 +115,6 @@ class Checkpoints:
 
     def _write_best(self, model: nn.Module, step: int, accuracy: float) -> None:
         index = self._index()
-        if index["checkpoints"] and read_sealed(self._folder / INDEX) is None:
-            self._write_index(index)
         best = index.get("best")
         if best is not None and best["step"] != step and best["accuracy"] >= accuracy:
             return
@@ -203,7 +201,8 @@ def _index_of(folder: Path, files: list[Path]) -> dict[str, Any]:
         raise none_left(folder, len(written))
     best = max(entries["best"], key=lambda one: (one["accuracy"], -one["step"]), default=None)
     # The newest checkpoint knows which it was, also where its file is damaged.
-    best = (entries["step"][-1].pop("best") if entries["step"] else None) or best
+    for entry in entries["step"]:
+        best = entry.pop("best") or best
     return {"checkpoints": entries["step"]} | ({"best": best} if best else {})
 
 
