@@ -69,19 +69,23 @@ class Training:
         content = self.steps_file.read_bytes() if self.steps_file.exists() else b""
         return [int.from_bytes(content[at : at + 8], "little") / 1e9 for at in range(0, len(content) // 8 * 8, 8)]
 
-    def p99(self, per_epoch: int) -> float:
-        """Of the seconds between steps; the first ones and those with a validation left out."""
-        gaps = [after - before for before, after in pairwise(self.instants())]
-        kept = [gap for index, gap in enumerate(gaps, 1) if index > 20 and index % per_epoch]
-        return statistics.quantiles(kept, n=100)[98]
+    def gaps(self, per_epoch: int) -> list[float]:
+        """The seconds between steps; the first ones and those with a validation left out."""
+        found = [after - before for before, after in pairwise(self.instants())]
+        return [gap for index, gap in enumerate(found, 1) if index > 20 and index % per_epoch]
 
 
-def deaf(folder: Path, pairs: int) -> tuple[dict[str, list[float]], list[float]]:
-    """p99 of a step with a black-holed server and without any tracking, in turn; how late the exits were."""
+def p99(seconds: list[float]) -> float:
+    """Of a hundred, the second longest."""
+    return statistics.quantiles(seconds, n=100)[98]
+
+
+def deaf(folder: Path, pairs: int) -> tuple[dict[str, list[list[float]]], list[float]]:
+    """The seconds between steps with a black-holed server and without any tracking, in turn; how late the exits were."""
     hole = socket.create_server(("127.0.0.1", 0))
     training = Training(folder, epochs=4)
     uri = f"http://127.0.0.1:{hole.getsockname()[1]}"
-    found: dict[str, list[float]] = {"black-holed": [], "none": []}
+    found: dict[str, list[list[float]]] = {"black-holed": [], "none": []}
     late = []
     for index in range(pairs):
         for name in ("black-holed", "none") if index % 2 == 0 else ("none", "black-holed"):
@@ -93,7 +97,7 @@ def deaf(folder: Path, pairs: int) -> tuple[dict[str, list[float]], list[float]]
                 assert training.start(MLFLOW_TRACKING_URI=uri).wait() == 0
                 (journal,) = folder.glob("runs/*/journal.jsonl")
                 late.append(time.time() - last(journal, "ended")["at"] / 1000)
-            found[name].append(training.p99(per_epoch=54000 // 256))
+            found[name].append(training.gaps(per_epoch=54000 // 256))
     hole.close()
     return found, late
 
