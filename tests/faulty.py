@@ -1,4 +1,4 @@
-"""A training with a fault built in: `FAULT=hang:1:30 python -m tests.faulty train …` hangs rank 1 in step 30.
+"""A training with a fault built in: `FAULT=hang:1:30 python -m tests.faulty train …` hangs rank 1 in step 30; `full:0:0` fills the disk.
 
 The launcher is the product's, and so are its ranks, but for what one of them does in that step.
 """
@@ -7,6 +7,7 @@ import ctypes
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -50,6 +51,19 @@ class Fault:
         images[0, 0, 0, 0] = float("nan")
 
 
+def fill(folder: Path) -> Path:
+    """Leave no byte on a disk."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 20, 4096):
+            try:
+                while True:
+                    file.write(b"\0" * size)
+            except OSError:
+                continue
+    return filler
+
+
 def main() -> int:
     """The launcher's part: the command line as it is, with this module for its ranks."""
     run = torchrun.run
@@ -60,7 +74,10 @@ def main() -> int:
 def as_rank() -> None:
     """A rank's part."""
     kind, number, step = os.environ["FAULT"].split(":")
-    if os.environ["RANK"] == number:
+    if kind == "full":
+        export = rank.export
+        rank.export = lambda job, model: (fill(job.run), export(job, model))
+    elif os.environ["RANK"] == number:
         batches = rank.batches
         rank.batches = lambda *parts: Fault(batches(*parts), kind, int(step))
     rank.run_as_rank(rank.main)

@@ -13,9 +13,10 @@ import pytest
 import yaml
 
 from tests.compose import USER, Project, sh
-from tests.conftest import SMALL, clone_of
+from tests.conftest import SMALL, clone_of, settings
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1500)]
+Note = Callable[[str, object], None]
 
 
 def test_compose_up_runs_it_all_as_the_caller_and_a_second_one_ends_by_itself(project: Callable[..., Project]) -> None:
@@ -89,6 +90,18 @@ def test_without_a_network_and_without_a_checkout_a_container_trains(image: str,
     receipt = json.loads((tmp_path / "models" / "receipt.json").read_text())
     assert receipt["weights_sha256"] == outside(SMALL)
     assert receipt["image"].startswith("content:")
+
+
+@pytest.mark.fault(7, "docker run --memory: the kernel ends a rank, always in the first step")
+def test_a_container_with_too_little_memory_says_what_to_lower(image: str, tmp_path: Path, record_property: Note) -> None:
+    changes = {"model__name": "resnet18", "dist__batch_size_per_gpu": 1024, "dist__world_size": 1, "dist__lanes": 1}
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(settings(data__name="synthetic:3000", **changes)))
+    shutil.chown(tmp_path, USER, USER)
+    small = ["docker", "run", "--rm", "--memory=1500m", "--memory-swap=1500m", f"--user={USER}:{USER}", f"--volume={tmp_path}:/e", image]
+    sh(*small, "prepare", "--params=/e/params.yaml")
+    said = sh(*small, "train", "--params=/e/params.yaml", expect=4)
+    assert said.count("rank 0 ran out of memory in step 0; lower dist.batch_size_per_gpu (1024)") == 2, said
+    record_property("happened", "one restart, then exit 4: ran out of memory in step 0; lower dist.batch_size_per_gpu (1024)")
 
 
 def test_fashion_mnist_is_in_the_image(image: str, tmp_path: Path) -> None:

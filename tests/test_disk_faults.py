@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import LONGER, ROOT, Experiment
-from tests.test_rank_faults import status
+from tests.faulty import fill
+from tests.test_rank_faults import status, with_fault
 from tests.trainings import mlflow_runs, same_figures, wait_for_step
 
 Note = Callable[[str, object], None]
@@ -25,19 +26,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100m", "tmpfs", str(folder)], check=True)
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def fill(folder: Path) -> Path:
-    """Leave no byte."""
-    filler = folder / "filler"
-    with filler.open("wb", buffering=0) as file:
-        for size in (1 << 20, 4096):
-            try:
-                while True:
-                    file.write(b"\0" * size)
-            except OSError:
-                continue
-    return filler
 
 
 @pytest.mark.slow
@@ -69,6 +57,25 @@ def test_a_full_disk_ends_with_4_and_it_goes_on_once_there_is_room(
     same_figures(experiment, unhurt)
     assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
     record_property("happened", f"exit 4: {found['cause'][-70:]}; with room again bit-equal, one run FINISHED")
+
+
+@pytest.mark.slow
+@pytest.mark.fault(8, "the disk is full when the trained model is written")
+def test_a_disk_that_is_full_for_the_model_costs_no_step(unhurt: Experiment, small_disk: Path, record_property: Note) -> None:
+    experiment = Experiment(small_disk).set(**LONGER)
+    experiment.run("prepare")
+    said = with_fault(experiment, "full:0:0", 4)
+    assert said.count("No space left on device: ") == 1, said
+    assert "bytes are needed, 0 are free" in said
+    assert not (small_disk / "models").exists()
+    steps = len(experiment.journal("metrics"))
+    (experiment.run_folder / "filler").unlink()
+    experiment.run("train")
+    assert len(experiment.journal("metrics")) <= steps + 1, "nothing but the best epoch's figures is new"
+    experiment.run("sync")
+    same_figures(experiment, unhurt)
+    assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
+    record_property("happened", "exit 4 with the bytes needed and free; with room again it only writes the model, bit-equal")
 
 
 @pytest.mark.fault(8, "the disk is full while prepare writes")

@@ -1,6 +1,7 @@
 """Leader and workers without containers: several shells on one machine, each with files of its own."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from tests.compose import free_port
-from tests.conftest import Experiment
+from tests.conftest import ROOT, Experiment
 
 # Long enough to be interrupted, with a global batch that three ranks can share.
 LONG = {"data__name": "synthetic:3000", "train__epochs": 8, "dist__batch_size_per_gpu": 96}
@@ -171,6 +172,30 @@ def test_workers_leave_when_their_leader_is_killed(tmp_path: Path) -> None:
     assert code == 6
     assert "the leader is gone" in said
     leader.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.fault(26, "the leader's name resolves no more, and then a rank is killed")
+def test_a_name_that_stops_resolving_is_not_needed_any_more(tmp_path: Path, reference: str) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a process names of its own")
+    job, hosts = Job(tmp_path, **LONG), tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 leader.of.this.job\n")
+    own = experiment_in(tmp_path / "worker", **LONG)
+    join = f"mount --bind {hosts} /etc/hosts && exec {sys.executable} -m pipeline join leader.of.this.job:{job.port} --params {own.params}"
+    worker = subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", join], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    leader = job.lead()
+    job.wait_for_steps(20)
+    hosts.write_text("")
+    (rank,) = ranks_below(worker)
+    rank.kill()
+    code, said = end(leader)
+    assert code == 0, said
+    assert "starting again" in said
+    assert digest(job.leading) == reference
+    assert end(worker, 15)[0] == 0
 
 
 @pytest.mark.slow

@@ -156,7 +156,10 @@ def test_a_native_run_resumed_on_other_ranks_says_what_is_not_equal(experiment: 
     process.communicate(timeout=60)
     first, stopped_at = experiment.run_folder, status(experiment)["step"]
     experiment.set(**NATIVE, dist__world_size=3, dist__batch_size_per_gpu=32)
-    said = experiment.run("train", "--resume", str(first))
+    both = [experiment.start("train", "--resume", str(first)) for _ in range(2)]
+    refused, said = sorted((one.communicate(timeout=280)[0] for one in both), key=len)
+    assert sorted(one.returncode for one in both) == [0, 4]
+    assert "running already" in refused
     assert "dist.world_size 2 -> 3: the same samples in the same order, none twice and none left out" in said
     assert "the bits are those of neither" in said
     (second,) = (path.parent for path in first.parent.glob("*/receipt.json"))

@@ -151,7 +151,22 @@ def _status(pid: int) -> str:
 
 
 def _oom_kills() -> int:
-    """How many processes the kernel has ended for want of memory."""
-    path = Path("/proc/vmstat")
-    fields = path.read_text().split() if path.exists() else []
-    return int(fields[fields.index("oom_kill") + 1]) if "oom_kill" in fields else 0
+    """How many processes of this control group, or where there is none of this machine, the kernel has ended for want of memory."""
+    for path in (*_groups(), Path("/proc/vmstat")):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().split()
+            if "oom_kill" in fields:
+                return int(fields[fields.index("oom_kill") + 1])
+    return 0
+
+
+def _groups() -> list[Path]:
+    """Where the kernel may count for our control group: in version 2 or 1, and in a container, where the own group is the root."""
+    found: list[Path] = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kind, own = line.split(":", 2)
+            root = Path("/sys/fs/cgroup") / kind
+            if kind in ("", "memory"):
+                found += [folder / ("memory.oom_control" if kind else "memory.events") for folder in (root / own.lstrip("/"), root)]
+    return found

@@ -63,8 +63,9 @@ class Notes(logging.Handler):
         self._journal = journal
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One line in the journal."""
-        self._journal.event("note", text=record.getMessage())
+        """One line in the journal; an error is a rank's last word, and the launcher says it."""
+        if record.levelno < logging.ERROR:
+            self._journal.event("note", text=record.getMessage())
 
 
 @contextmanager
