@@ -118,12 +118,15 @@ def test_a_stopped_rank_is_warned_of_and_then_named_with_the_stacks_of_all(exper
     record_property("happened", f"warned once; then exit 6 after {late_seconds:.0f} s, rank 1 named, stacks of both")
 
 
-@pytest.mark.fault(5, "rank 1 hangs in Python, with a timeout of 5 s; rank 0 is 0.2 s slower than the other in every step")
+@pytest.mark.fault(5, "rank 1 hangs in Python, timeout 5 s, under `native` and `ordered`; rank 0 is 0.2 s slower in every step")
 def test_a_hanging_rank_is_named_and_a_slow_one_is_warned_of_once(experiment: Experiment, record_property: Note) -> None:
-    experiment.set(**LONGER, dist__timeout_seconds=5).run("prepare")
-    said = with_fault(experiment, "hang:1:12", 6)
-    assert "rank 1 stands still in step 1" in said
-    assert any("in hang" in path.read_text() for path in experiment.run_folder.glob("logs/**/stacks.log"))
+    for reduction, lanes in (("native", None), ("ordered", 4)):
+        experiment.set(**LONGER, dist__timeout_seconds=5, dist__reduction=reduction, dist__lanes=lanes).run("prepare")
+        said = with_fault(experiment, "hang:1:12", 6)
+        assert "rank 1 stands still in step 12" in said, said
+    stacks = [path.read_text() for path in experiment.folder.glob("runs/*/logs/**/stacks.log")]
+    assert len(stacks) == 4
+    assert sum("in hang" in one for one in stacks) == 2
     said = with_fault(experiment, "slow:0:0", 0)
     assert said.count("rank 0 is slow: the others wait for it") == 1, said
     record_property("happened", "exit 6 with the line that hung in its stack; then one warning, exit 0")

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.parallel.lanes import Lanes, Node, Task, Totals, push
@@ -43,6 +44,8 @@ class Ddp:
             self._ranks.pulse.computing()
             with nullcontext() if last else self._ddp.no_sync():
                 loss, row = self._task.forward(self._ddp, step, lane)
+                if last and self._gradients is None:
+                    loss.register_hook(self._waits_after_backward)
                 # A loss that is no number makes the gradients none either; any other is scaled by exactly `_scale`.
                 (loss * (self._scale + (loss - loss).detach())).backward()  # pyright: ignore[reportUnknownMemberType]
             self._buffers.after_lane(lane)
@@ -51,6 +54,10 @@ class Ddp:
                 self._gradients.keep(lane)
         self._buffers.finish()
         return Totals(rows, self._lanes, self._ranks)
+
+    def _waits_after_backward(self, _: Tensor) -> None:
+        """Tell that the own part is done, before DDP waits for the others: it queues that later, at the last bucket."""
+        Variable._execution_engine.queue_callback(self._ranks.pulse.waiting)  # pyright: ignore
 
 
 class LaneBuffers:
