@@ -41,7 +41,8 @@ lock: $(READY) ## make requirements-dev.lock, and requirements.lock without the 
 
 # Strict: what could not be asked about fails it, or a service that does not answer would look like no finding.
 audit: $(READY) ## ask whether a package of the locks has a known hole
-	@for lock in requirements.lock requirements-dev.lock; do uv tool run --quiet pip-audit --strict --disable-pip --require-hashes -r $$lock || exit 1; done
+	@for lock in requirements.lock requirements-dev.lock; do uv tool run --quiet pip-audit --strict --disable-pip --require-hashes -r $$lock || \
+	{ echo "make audit: a hole was found, or as above a package could not be asked about; if this index knows of none, nothing was audited (SECURITY.md)"; exit 1; }; done
 
 golden: $(READY) ## write the golden losses of this kind of machine
 	@python -m pytest tests/test_golden.py --write-golden
@@ -65,5 +66,7 @@ up: ## the pipeline in containers: leader, worker, and MLflow's UI on 127.0.0.1:
 	@$(COMPOSE) docker compose build
 	@$(COMPOSE) LOCKSTEP_IMAGE=$$(docker image inspect --format '{{.Id}}' $${LOCKSTEP_NAME:-lockstep}) docker compose up
 
-ui: $(READY) ## MLflow's UI on the local store, on 127.0.0.1:5000
-	@MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///mlflow.db --artifacts-destination mlartifacts
+IN ?= .
+
+ui: $(READY) ## MLflow's UI on the local store, on 127.0.0.1:5000; IN=FOLDER names another store's folder
+	@cd $(IN) && MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///mlflow.db --artifacts-destination mlartifacts

@@ -2,6 +2,8 @@
 
 import argparse
 import logging
+import re
+import shlex
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -30,10 +32,10 @@ def main() -> int:
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     try:
         config = load(params)
-        check_names(config)
+        check_names(config, params)
         code: int = import_module(f"pipeline.{command}").run(config, Paths(params), **arguments)
     except (ConfigError, DataError, MachineError, PeerError) as error:
-        print(error, file=sys.stderr)
+        print(with_params(str(error), params), file=sys.stderr)
         return error.exit_code
     except OSError as error:
         print(
@@ -45,6 +47,13 @@ def main() -> int:
         print("stopped; nothing half-written is left", file=sys.stderr)
         return 130
     return code
+
+
+def with_params(text: str, params: Path) -> str:
+    """Every command that it names, for this experiment."""
+    if params == Path("params.yaml"):
+        return text
+    return re.sub(r"(?<=run: )python -m pipeline \w+", rf"\g<0> --params {shlex.quote(str(params))}", text)
 
 
 def number(least: int, most: int) -> Callable[[str], int]:
@@ -64,11 +73,11 @@ def parser() -> argparse.ArgumentParser:
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     each: dict[str, argparse.ArgumentParser] = {}
     for name, does in COMMANDS.items():
-        each[name] = commands.add_parser(name, help=does, description=does.capitalize() + ".")
+        each[name] = commands.add_parser(name, help=does, description=does[0].upper() + does[1:] + ".")
         each[name].add_argument(
             "--params", type=Path, default=Path("params.yaml"), help="the experiment; all paths are relative to its folder"
         )
-    resume = "go on from this run's checkpoint; refused, with what differs, where it is another experiment"
+    resume = "go on from this run's checkpoint; refused, with what differs, where it is another experiment (relative to the current folder)"
     each["train"].add_argument("--resume", type=Path, metavar="RUN", help=resume)
     each["lead"].add_argument("--workers", type=number(0, 10000), help="machines beside this one (default: dist.nodes less one)")
     each["lead"].add_argument("--port", type=number(1, 65535), help="where workers join (default: 29400)")
@@ -78,13 +87,16 @@ def parser() -> argparse.ArgumentParser:
     return whole
 
 
-def check_names(config: Config) -> None:
+def check_names(config: Config, params: Path) -> None:
     """ConfigError unless every name is in its catalogue; the catalogues import nothing that they list."""
     from pipeline import data, models, parallel
 
-    data.check(config.data.name)
-    models.check(config.model.name)
-    parallel.check(config.dist.strategy)
+    try:
+        data.check(config.data.name)
+        models.check(config.model.name)
+        parallel.check(config.dist.strategy)
+    except ConfigError as error:
+        raise ConfigError(f"{params}: {error}") from None
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import difflib
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -184,13 +185,19 @@ def digest(value: Any) -> str:
 def load(path: Path) -> Config:
     """Read and check a params file; ConfigError says which key is wrong and what to write."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values, keys = yaml.safe_load(text), list(_keys(yaml.compose(text)))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; run from the project's folder, or name the file with --params") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:
+        where = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path}: not YAML: {error.problem}{where}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if twice := {key for key in keys if keys.count(key) > 1}:
+        raise ConfigError(f"{path}: {min(twice)}: stands twice; remove one of them")
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected sections such as data: and train:, found {type(values).__name__}")
     try:
@@ -199,9 +206,16 @@ def load(path: Path) -> Config:
         raise ConfigError(f"{path}: " + "; ".join(_explain(one) for one in error.errors())) from None
 
 
+def _keys(node: Any, section: str = "") -> Iterator[str]:
+    """All keys of a params file, each as often as it stands there."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else []:
+        yield f"{section}{key.value}"
+        yield from _keys(value, f"{section}{key.value}.")
+
+
 def unknown(key: str, name: str, valid: list[str]) -> ConfigError:
     """The error for a name that is in no catalogue, with the nearest valid ones."""
-    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     return ConfigError(f"{key}: {name!r} is unknown; " + (f"did you mean {near[0]}?" if near else f"known: {', '.join(valid)}"))
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 FORM = struct.Struct("<6q")
 # With room for last words: on a full disk nothing could be written but what is there already.
 SIZE_BYTES = 4096
-STARTING, COMPUTING, WAITING = range(3)
+STARTING, COMPUTING, WAITING, FINISHING = range(4)
 
 
 class Pulse:
@@ -45,6 +45,10 @@ class Pulse:
     def waiting(self) -> None:
         """The own part is done; from here on it is for the others."""
         self._show(WAITING)
+
+    def finishing(self) -> None:
+        """All steps are done; the model is being written, which has no beats of its own."""
+        self._show(FINISHING)
 
     def _show(self, phase: int) -> None:
         self._beats += 1

@@ -18,6 +18,7 @@ def run(config: Config, paths: Paths) -> int:
         run = journal.parent
         if not is_behind(run, paths):
             continue
+        log.info("%s: sending what MLflow has not heard of", run.name)
         try:
             with held(run / "lock"):
                 wrong = MirrorProcess(run, paths, patient=True).finish(math.inf)

@@ -68,14 +68,15 @@ def test_a_wrong_setting_is_one_clear_line_within_two_seconds(changes, exit_code
 @pytest.mark.parametrize(
     ("content", "part"),
     [
-        ("train: [", "not YAML"),
+        ("seed: 1\ntrain: [", "not YAML: expected the node content, but found '<stream end>' in line 2"),
+        ("train:\n  epochs: 10\n  epochs: 1", "train.epochs: stands twice"),
         ("- 1", "expected sections"),
         ("", "expected sections"),
         (None, "no such file"),
         (b"\xff\xfe\x00", "not YAML"),
     ],
 )
-@pytest.mark.fault(23, "a file that is missing, empty, a list, not YAML, not text")
+@pytest.mark.fault(23, "a file that is missing, empty, a list, not YAML, not text, or names a key twice")
 def test_a_file_that_is_no_configuration_is_one_clear_line(content: str | bytes | None, part: str, tmp_path: Path) -> None:
     params = tmp_path / "params.yaml"
     if content is not None:

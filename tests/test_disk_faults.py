@@ -137,7 +137,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_taken(
 
 
 @pytest.mark.slow
-@pytest.mark.fault(10, "all checkpoints emptied")
+@pytest.mark.fault(10, "all checkpoints emptied; then removed, with their list")
 def test_without_a_good_checkpoint_nothing_is_started_from_nothing(experiment: Experiment, record_property: Note) -> None:
     experiment.set(**LONGER).run("prepare")
     process = experiment.start("train")
@@ -149,6 +149,10 @@ def test_without_a_good_checkpoint_nothing_is_started_from_nothing(experiment: E
     lines = (experiment.run_folder / "journal.jsonl").read_text().count("train/loss")
     said = experiment.run("train", expect=4)
     assert "no good checkpoint is left of 2; move" in said
+    for path in (experiment.run_folder / "checkpoints").iterdir():
+        path.unlink()
+    said = experiment.run("train", expect=4)
+    assert "no good checkpoint is left, and the journal tells of some; move" in said
     assert (experiment.run_folder / "journal.jsonl").read_text().count("train/loss") == lines
     record_property("happened", "exit 4: no good checkpoint is left of 2; nothing was trained")
 

@@ -88,6 +88,10 @@ def test_a_server_that_is_down_costs_nothing_and_sync_makes_it_whole(
     said, late = late_seconds(experiment, process)
     warned_once(said)
     assert late < 10
+    if when == "start":
+        refused = experiment.run("sync", expect=4, MLFLOW_TRACKING_URI=server.uri)
+        assert "does not answer: connection refused" in said
+        assert "does not answer: connection refused" in refused
     server.start()
     try:
         assert "MLflow has all of it" in experiment.run("sync", MLFLOW_TRACKING_URI=server.uri)

@@ -86,7 +86,7 @@ def test_a_params_file_cannot_run_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["data__name", "model__name", "dist__strategy"])
 def test_a_name_in_params_is_one_of_a_catalogue_and_never_a_path_or_a_module(key: str, name: str) -> None:
     with pytest.raises(ConfigError, match=key.replace("__", ".")):
-        check_names(Config.model_validate(settings(**{key: name})))
+        check_names(Config.model_validate(settings(**{key: name})), Path("params.yaml"))
 
 
 @pytest.mark.parametrize("name", ["../../elsewhere", "/tmp/elsewhere", "", "0123456789ABCDEF", "0123456789abcdef\n", None, ["0" * 16]])

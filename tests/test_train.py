@@ -144,6 +144,8 @@ def test_divergence_ends_with_5_and_is_not_kept(experiment: Experiment) -> None:
 
 @pytest.mark.fault(12, "a prepared file one byte short")
 def test_damaged_data_end_with_3_before_any_rank_starts(experiment: Experiment) -> None:
+    cure = f"run: python -m pipeline prepare --params {experiment.params}"
+    assert cure in experiment.run("train", expect=3)
     experiment.run("prepare")
     path = experiment.folder / "data/prepared/validation-labels.npy"
     path.write_bytes(path.read_bytes()[:-1])

@@ -16,7 +16,7 @@ from tests.conftest import LONGER, ROOT, Experiment
 from tests.trainings import same_figures, wait_for_step
 
 Note = Callable[[str, object], None]
-# A process with a rank's pulse, and with nothing else of it: `computing` or `waiting` in a step, and no further.
+# A process with a rank's pulse, and with nothing else of it: in a step, `computing`, `waiting` or `finishing`, and no further.
 RANK = """
 import sys, time
 from pathlib import Path
@@ -25,8 +25,8 @@ folder, doing, step = Path(sys.argv[1]), *sys.argv[2:]
 pulse = Pulse(folder)
 pulse.seated(int(folder.name))
 pulse.computing(int(step))
-if doing == "waiting":
-    pulse.waiting()
+if doing != "computing":
+    getattr(pulse, doing)()
 time.sleep(100)
 """
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -81,6 +81,14 @@ def test_a_rank_that_never_begins_is_noticed(start: Start, tmp_path: Path, monke
     assert time.monotonic() - started_at > 2, "who has yet to import torch has longer than a step"
     assert failure.rank is None
     assert "1 of 2 ranks here have not begun" in failure.cause
+
+
+def test_who_writes_the_model_is_given_longer_than_a_step(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "START_SECONDS", 2)
+    start(0, "finishing", 7)
+    started_at = time.monotonic()
+    verdict(Watchdog(tmp_path, 1, False, 0.1, lambda _: None))
+    assert time.monotonic() - started_at > 2
 
 
 def test_a_rank_that_waits_for_another_machine_is_no_cause_and_can_be_ended(start: Start, tmp_path: Path) -> None:

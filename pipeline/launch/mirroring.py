@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -16,6 +17,8 @@ from pipeline.tracking.mirrored import note, read_state, server_of
 
 # How late an end may be because of MLflow: for all that it waits for the server, and for what it does itself.
 DEAF_SECONDS, BUSY_SECONDS = 8.0, 120.0
+# A user who waits for `sync` can say it again: MLflow's own seven retries take four minutes.
+PATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3"}
 QUICK_TO_FAIL = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_ENABLE_ASYNC_LOGGING": "false"}
 
 
@@ -44,7 +47,8 @@ def address(run: Path, paths: Paths) -> str:
     if uri.startswith("http"):
         # In containers the server has one name for them and another for people.
         return f"{(os.environ.get('LOCKSTEP_UI') or uri).rstrip('/')}/{page}"
-    return f"http://127.0.0.1:5000/{page} (after: make ui)"
+    folder = shlex.quote(str(paths.params.parent))
+    return f"http://127.0.0.1:5000/{page} (after: make ui{'' if folder == '.' else f' IN={folder}'})"
 
 
 def is_behind(run: Path, paths: Paths) -> bool:
@@ -68,7 +72,7 @@ class MirrorProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pipeline.tracking.mirror", str(run)],
                 cwd=Path(__file__).parents[2],
-                env=({} if patient else QUICK_TO_FAIL) | os.environ | credentials | {"MLFLOW_TRACKING_URI": uri},
+                env=(PATIENT if patient else QUICK_TO_FAIL) | os.environ | credentials | {"MLFLOW_TRACKING_URI": uri},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -1,8 +1,10 @@
 """How a run ended: judged from the journal and from torchrun, written down for programs, said once for people."""
 
 import json
+import os
 import shutil
 import signal
+import socket
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -28,6 +30,8 @@ class Outcome:
     step: int
     checkpoint: str | None
     command: str
+    # Whose it was while it ran: a kill -9 of everything leaves this behind.
+    process: str | None = None
 
     def write(self, run: Path) -> None:
         """For other programs: DVC and torchrun swallow exit codes."""
@@ -42,8 +46,8 @@ class Outcome:
 
 
 def running(run: Path, step: int, command: str) -> None:
-    """Until there is an ending: a kill -9 of everything leaves this behind, and it is how to go on."""
-    Outcome("running", None, "", None, step, None, command).write(run)
+    """Until there is an ending, by whom, and how to go on."""
+    Outcome("running", None, "", None, step, None, command, f"{os.getpid()} on {socket.gethostname()}").write(run)
 
 
 def judge(watch: Watch, job: Job, checkpoint: str | None, command: str) -> Outcome:
@@ -124,4 +128,5 @@ def message(outcome: Outcome) -> str:
     if outcome.outcome in ("configuration", "data", "machine"):
         return outcome.cause
     kept = f" Kept: {outcome.checkpoint}." if outcome.checkpoint else ""
-    return f"{outcome.cause}.{kept} To go on: {outcome.command}"
+    # The same settings would diverge again.
+    return f"{outcome.cause}.{kept}" + (f" To go on: {outcome.command}" if outcome.outcome != "diverged" else "")

@@ -14,7 +14,7 @@ from pipeline.job import Job
 from pipeline.launch.lock import held
 from pipeline.launch.work import newest_checkpoint
 from pipeline.tracking import journal as journals
-from pipeline.tracking.journal import Journal
+from pipeline.tracking.journal import KEPT, Journal
 
 IDENTITY = "identity.json"
 # What under `native` is part of the identity, as it changes the bits, but not what is learned from which samples.
@@ -66,8 +66,8 @@ def _copy(source: Path, job: Job, step: int, opening: dict[str, Any]) -> None:
     tags = opening["tags"] | {"lockstep.resumed_from": source.name}
     journal.event("run", **({"id": uuid.uuid4().hex} | opening | {"tags": tags}))
     for line in journals.read(source / "journal.jsonl"):
-        if line["kind"] == "metrics" and line["step"] <= step:
-            journal.event("metrics", **{name: value for name, value in line.items() if name != "kind"})
+        if line["kind"] in ("metrics", KEPT) and line["step"] <= step:
+            journal.event(line["kind"], **{name: value for name, value in line.items() if name != "kind"})
     journal.sync()
     journal.close()
     content = partial.read_bytes()

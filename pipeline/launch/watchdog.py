@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 
 from pipeline.launch.failure import HUNG, Failure, folder_of, newest_attempt, sign_of
-from pipeline.pulse import COMPUTING, Sign
+from pipeline.pulse import COMPUTING, FINISHING, Sign
 
 LOOK_SECONDS = 0.5
 # How long ranks may outlive one of them, and how long they have to write down their stacks.
 OUTLIVE_SECONDS, DUMP_SECONDS = 6, 0.3
-# How long ranks may take to begin, at least, and how near to a loss want of memory explains it.
+# How long ranks may take to begin and to write the model, at least, and how near to a loss want of memory explains it.
 START_SECONDS, NEAR_SECONDS = 120, 3
 # A rank for which the others wait in so large a share of so much time is slow.
 SLOW_SHARE, SLOW_SECONDS = 0.6, 30
@@ -56,8 +56,9 @@ class Watchdog:
             self.kill_ranks()
             return None
         self._look_for_slow(alive, since, now)
-        # Who has yet to import torch has not been late.
-        limit = self._limit if len(alive) == self._ranks else max(self._limit, START_SECONDS)
+        # Who has yet to import torch, or has but the model to write, is not late so soon.
+        stepping = len(alive) == self._ranks and all(sign.phase != FINISHING for sign in alive.values())
+        limit = self._limit if stepping else max(self._limit, START_SECONDS)
         idle = now - self._changed_at
         if alive and idle > limit / 4 and not self._warned:
             self._warned = True

@@ -10,6 +10,9 @@ from typing import Any, Protocol
 
 from pipeline.config import MachineError
 
+# The kind of the line that tells of a first checkpoint: whoever finds none then has lost them.
+KEPT = "kept"
+
 
 class Writer(Protocol):
     """What the loop tells of itself."""

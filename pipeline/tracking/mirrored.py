@@ -9,6 +9,10 @@ from pathlib import Path
 
 from pipeline.files import write_whole
 
+# How requests and urllib3 say it, in a sentence of 500 characters.
+UNREACHED = re.compile(r"HTTPS?Connection(?:Pool)?\(host='([^']+)', port=(\d+)\)")
+REASON = re.compile(r"Connection refused|[Tt]imed out|Name or service not known|Temporary failure in name resolution|No route to host")
+
 
 @dataclass(frozen=True)
 class State:
@@ -42,7 +46,11 @@ def server_of(uri: str) -> str:
 
 def explained(error: Exception) -> str:
     """What went wrong, in a line without an address, which may hold a password; of what users meet most, why."""
-    said = re.sub(r"//[^/@\s]*@", "//", " ".join(str(error).split()))[:300] or type(error).__name__
+    whole = re.sub(r"//[^/@\s]*@", "//", " ".join(str(error).split()))
+    where, why = UNREACHED.search(whole), REASON.search(whole)
+    if where and why:
+        return f"the server at {where[1]}, port {where[2]}, does not answer: {why[0].lower()}"
+    said = whole[:300] or type(error).__name__
     if "403" in said:
         said += (
             "; the server lets only names in that it knows: start it with MLFLOW_SERVER_ALLOWED_HOSTS=<host>:<port>, or see its passwords"

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from pipeline.config import MachineError
 from pipeline.files import read_sealed, write_sealed, write_whole
 from pipeline.ranks import Ranks
+from pipeline.tracking.journal import KEPT, last
 
 log = logging.getLogger(__name__)
 
@@ -86,19 +87,19 @@ class Checkpoints:
         self._saved = step
         return step
 
-    def save(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
-        """Write a checkpoint of this step, unless there is one, and drop the oldest."""
+    def save(self, step: int, model: nn.Module, optimizer: Optimizer) -> bool:
+        """Write a checkpoint of this step, unless there is one, and drop the oldest; whether it is the run's first."""
         if step == self._saved:
-            return
+            return False
         before, self._saved = self._saved, step
         self._ranks.pulse.computing()
-        self._ranks.only_first(lambda: self._write(step, before, model, optimizer), None)
+        return self._ranks.only_first(lambda: self._write(step, before, model, optimizer), False)
 
     def save_best(self, model: nn.Module, step: int, accuracy: float) -> None:
         """Keep the model with the highest accuracy on validation; of equals, the first."""
         self._ranks.only_first(lambda: self._write_best(model, step, accuracy), None)
 
-    def _write(self, step: int, before: int, model: nn.Module, optimizer: Optimizer) -> None:
+    def _write(self, step: int, before: int, model: nn.Module, optimizer: Optimizer) -> bool:
         tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
         state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
         for index, values in state.items():
@@ -112,6 +113,7 @@ class Checkpoints:
         digest = hashlib.sha256(content).hexdigest()
         entries.append({"step": step, "file": file, "sha256": digest, "journal": self._journal_until()})
         self._write_index(index | {"checkpoints": entries[-self._keep :]})
+        return len(entries) == 1
 
     def _write_best(self, model: nn.Module, step: int, accuracy: float) -> None:
         index = self._index()
@@ -146,6 +148,8 @@ class Checkpoints:
                 return content
         if index["checkpoints"]:
             raise none_left(self._folder, len(index["checkpoints"]))
+        if self._journal is not None and last(self._journal, KEPT):
+            raise none_left(self._folder, 0)
         return b""
 
     def _journal_until(self, size_bytes: int = -1) -> list[Any]:
@@ -170,7 +174,8 @@ class Checkpoints:
 
 def none_left(folder: Path, count: int) -> MachineError:
     """There were checkpoints, and none is good: never a start from nothing that nobody asked for."""
-    return MachineError(f"{folder}: no good checkpoint is left of {count}; move {folder.parent} away to train from the beginning")
+    of = f" of {count}" if count else ", and the journal tells of some"
+    return MachineError(f"{folder}: no good checkpoint is left{of}; move {folder.parent} away to train from the beginning")
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -216,7 +221,7 @@ def checked(folder: Path, entry: dict[str, Any]) -> bytes | None:
     content = path.read_bytes() if path.exists() else b""
     if hashlib.sha256(content).hexdigest() == entry["sha256"]:
         return content
-    log.warning("%s is damaged (%d bytes)", path, len(content))
+    log.warning("%s is %s", path, f"damaged: {len(content)} bytes of another SHA-256" if path.exists() else "missing")
     return None
 
 

@@ -55,7 +55,8 @@ class Guard:
         """Diverged, on all ranks at once, where a gradient was no number."""
         if self._bad.item():
             step = self._first + int(self._good_steps.item())
-            raise Diverged(f"training diverged: the gradient of step {step} is not finite; {self._explain(step)}; {CURE}")
+            found = f"the gradient of step {step} is not finite, and nothing was updated since"
+            raise Diverged(f"training diverged: {found}; {self._explain(step)}; {CURE}")
 
     def sound(self, step: int) -> nn.Module:
         """The model; Diverged, on all ranks alike, where something is no number that is about to be kept."""
@@ -86,4 +87,4 @@ def write_down(path: Path, task: Task, lanes: Lanes, group: Ranks, samples: Call
     found = [{"lane": lane, "loss": repr(loss), "samples": samples(step, lane).tolist()} for lane, loss in enumerate(losses)]
     values = {"step": step, "lanes_without_a_loss": bad, "lanes": found}
     group.only_first(lambda: write_whole(path, (json.dumps(values) + "\n").encode()), None)
-    return f"the loss of lanes {bad} is none, their samples: {path}" if bad else f"its samples: {path}"
+    return f"the loss of lanes {bad} is no number, their samples: {path}" if bad else f"its samples: {path}"

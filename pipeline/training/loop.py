@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pipeline.parallel import Strategy
-from pipeline.tracking.journal import Writer
+from pipeline.tracking.journal import KEPT, Writer
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.evaluation import Result
 from pipeline.training.guard import Guard, finite
@@ -69,11 +69,16 @@ def run(model: nn.Module, steps: Steps, parts: Parts) -> int:
             parts.checkpoints.save_best(model, step, result.accuracy)
             speed.restart(step)
         if step % steps.per_checkpoint == 0:
-            parts.journal.sync()
-            parts.checkpoints.save(step, parts.guard.sound(step), parts.optimizer)
-    parts.journal.sync()
-    parts.checkpoints.save(step, parts.guard.sound(step), parts.optimizer)
+            keep(parts, step)
+    keep(parts, step)
     return step
+
+
+def keep(parts: Parts, step: int) -> None:
+    """Save, and tell of the first time: after it, so that a kill in between tells of nothing that is not there."""
+    parts.journal.sync()
+    if parts.checkpoints.save(step, parts.guard.sound(step), parts.optimizer):
+        parts.journal.event(KEPT, step=step)
 
 
 class Speed:

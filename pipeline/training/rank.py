@@ -50,7 +50,7 @@ def main(job: Job) -> None:
             journal.event("stopped", step=step)
             return
         digest = weights_sha256(model.state_dict())
-        group.pulse.computing()
+        group.pulse.finishing()
         group.only_first(lambda: export(job, model), None)
         journal.event("finished", step=step, weights_sha256=digest)
 
