@@ -17,8 +17,8 @@ from pipeline.tracking.mirrored import note, read_state, server_of
 
 # How late an end may be because of MLflow: for all that it waits for the server, and for what it does itself.
 DEAF_SECONDS, BUSY_SECONDS = 8.0, 120.0
-# A user who waits for `sync` can say it again: MLflow's own seven retries take four minutes.
-PATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3"}
+# A user who waits for `sync` can say it again: MLflow's own seven retries, of two minutes each, are too many.
+PATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3", "MLFLOW_HTTP_REQUEST_TIMEOUT": "60"}
 QUICK_TO_FAIL = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_ENABLE_ASYNC_LOGGING": "false"}
 
 
