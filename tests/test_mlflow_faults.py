@@ -17,7 +17,7 @@ from tests.conftest import LONGER, Experiment
 from tests.servers import Proxy, Server
 from tests.test_disk_faults import fill, small_disk
 from tests.test_rank_faults import status
-from tests.trainings import experiment_steps, mlflow_runs, same_figures, wait_for_step
+from tests.trainings import experiment_steps, mlflow_runs, ranks_of, same_figures, wait_for_step
 
 __all__ = ["small_disk"]
 pytestmark = pytest.mark.slow
@@ -162,7 +162,10 @@ def test_after_a_power_cut_mlflow_is_told_the_truth_and_the_run_goes_on(
     for step in (40, 120):
         process = experiment.start("train")
         wait_for_step(experiment, step, process)
-        until = time.monotonic() + 30
+        # However busy the machine: they wait until MLflow has heard of it.
+        for one in ranks_of(process):
+            one.suspend()
+        until = time.monotonic() + 60
         while [run.info.status for run in mlflow_runs(experiment)] != ["RUNNING"] and time.monotonic() < until:
             time.sleep(0.1)
         for one in [*psutil.Process(process.pid).children(recursive=True), process]:

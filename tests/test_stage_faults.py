@@ -74,13 +74,13 @@ def interrupted(process: subprocess.Popen[str], times: int) -> tuple[int, str]:
 def test_an_interrupted_stage_leaves_nothing_half_written_and_can_be_run_again(
     unhurt: Experiment, experiment: Experiment, times: int, record_property: Note
 ) -> None:
-    experiment.set(**LONGER)
-    process = experiment.start("prepare")
+    # So much that there is time to interrupt it.
+    process = experiment.set(data__name="synthetic:60000").start("prepare")
     while not list((experiment.folder / "data").glob(".prepared-*/*")):
         assert process.poll() is None
     codes = [interrupted(process, times)[0]]
     assert [path for path in (experiment.folder / "data").rglob("*") if path.is_file()] == []
-    experiment.run("prepare")
+    experiment.set(**LONGER).run("prepare")
     process = experiment.start("train")
     wait_for_step(experiment, 60, process)
     children = psutil.Process(process.pid).children(recursive=True)
