@@ -53,7 +53,7 @@ def with_params(text: str, params: Path) -> str:
     """Every command that it names, for this experiment."""
     if params == Path("params.yaml"):
         return text
-    return re.sub(r"(?<=run: )python -m pipeline \w+", rf"\g<0> --params {shlex.quote(str(params))}", text)
+    return re.sub(r"(?<=run: )python -m pipeline \w+", lambda found: f"{found[0]} --params {shlex.quote(str(params))}", text)
 
 
 def number(least: int, most: int) -> Callable[[str], int]:

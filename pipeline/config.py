@@ -4,7 +4,6 @@ import difflib
 import hashlib
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -186,16 +185,15 @@ def load(path: Path) -> Config:
     """Read and check a params file; ConfigError says which key is wrong and what to write."""
     try:
         text = path.read_text(encoding="utf-8")
-        values, keys = yaml.safe_load(text), list(_keys(yaml.compose(text)))
+        values, keys = yaml.safe_load(text), _keys(yaml.compose(text))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; run from the project's folder, or name the file with --params") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except yaml.MarkedYAMLError as error:
-        where = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}: not YAML: {error.problem}{where}") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+        # Without its snippets, which need lines of their own.
+        said = " ".join(line.strip() for line in str(error).splitlines() if not line.startswith("    "))
+        raise ConfigError(f"{path}: not YAML: " + said.replace('"<unicode string>", ', "").rstrip(":")) from None
     if twice := {key for key in keys if keys.count(key) > 1}:
         raise ConfigError(f"{path}: {min(twice)}: stands twice; remove one of them")
     if not isinstance(values, dict):
@@ -206,11 +204,11 @@ def load(path: Path) -> Config:
         raise ConfigError(f"{path}: " + "; ".join(_explain(one) for one in error.errors())) from None
 
 
-def _keys(node: Any, section: str = "") -> Iterator[str]:
-    """All keys of a params file, each as often as it stands there."""
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else []:
-        yield f"{section}{key.value}"
-        yield from _keys(value, f"{section}{key.value}.")
+def _keys(root: Any) -> list[str]:
+    """The sections of a params file and their keys, each as often as it stands there: YAML would take the last."""
+    sections = root.value if isinstance(root, yaml.MappingNode) else []
+    inner = [(name, section.value) for name, section in sections if isinstance(section, yaml.MappingNode)]
+    return [name.value for name, _ in sections] + [f"{name.value}.{key.value}" for name, keys in inner for key, _ in keys]
 
 
 def unknown(key: str, name: str, valid: list[str]) -> ConfigError:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 FORM = struct.Struct("<6q")
 # With room for last words: on a full disk nothing could be written but what is there already.
 SIZE_BYTES = 4096
-STARTING, COMPUTING, WAITING, FINISHING = range(4)
+STARTING, COMPUTING, WAITING, FINISHING, LEAVING = range(5)
+AT_WORK = (COMPUTING, FINISHING)
 
 
 class Pulse:
@@ -49,6 +50,10 @@ class Pulse:
     def finishing(self) -> None:
         """All steps are done; the model is being written, which has no beats of its own."""
         self._show(FINISHING)
+
+    def leaving(self) -> None:
+        """All is done but for the others, of whom one may be finishing."""
+        self._show(LEAVING)
 
     def _show(self, phase: int) -> None:
         self._beats += 1

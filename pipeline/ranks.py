@@ -124,6 +124,6 @@ def join(device_type: str, backend: str, seat: Seat, timeout_seconds: float) -> 
 
 def leave(ranks: Ranks) -> None:
     """Leave the group, all ranks together: until the last one is done, each of them is there to start again with."""
-    ranks.pulse.waiting()
+    ranks.pulse.leaving()
     dist.barrier(ranks.control)
     dist.destroy_process_group()

@@ -7,6 +7,7 @@ from pipeline.config import Config, MachineError
 from pipeline.files import Paths
 from pipeline.launch.lock import held
 from pipeline.launch.mirroring import MirrorProcess, is_behind
+from pipeline.tracking.mirrored import UNANSWERED
 
 log = logging.getLogger(__name__)
 
@@ -27,4 +28,7 @@ def run(config: Config, paths: Paths) -> int:
             continue
         log.info("%s: %s", run.name, wrong or "MLflow has all of it")
         code = MachineError.exit_code if wrong else code
+        if wrong and UNANSWERED in wrong:
+            # Nor will it to the others.
+            break
     return code

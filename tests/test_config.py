@@ -68,7 +68,7 @@ def test_a_wrong_setting_is_one_clear_line_within_two_seconds(changes, exit_code
 @pytest.mark.parametrize(
     ("content", "part"),
     [
-        ("seed: 1\ntrain: [", "not YAML: expected the node content, but found '<stream end>' in line 2"),
+        ("seed: 1\ntrain: [", "expected the node content, but found '<stream end>' in line 2"),
         ("train:\n  epochs: 10\n  epochs: 1", "train.epochs: stands twice"),
         ("- 1", "expected sections"),
         ("", "expected sections"),

@@ -1,5 +1,6 @@
 """Who stands still, who never began, whom nobody should wait for, and when it is enough."""
 
+import shutil
 import subprocess
 import sys
 import time
@@ -113,6 +114,19 @@ def test_who_outlives_a_lost_rank_is_ended(start: Start, tmp_path: Path, monkeyp
         assert time.monotonic() < until
         time.sleep(0.05)
     assert left.returncode == -9
+
+
+def test_a_machine_that_only_leaves_waits_for_the_one_that_writes_the_model(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "START_SECONDS", 2)
+    for doing, waits in (("leaving", True), ("finishing", False)):
+        start(0, doing, 7)
+        started_at = time.monotonic()
+        failure = verdict(Watchdog(tmp_path, 1, True, 0.1, lambda _: None))
+        assert time.monotonic() - started_at > 2
+        assert failure.waiting is waits
+        shutil.rmtree(tmp_path / "job")
 
 
 @pytest.mark.slow

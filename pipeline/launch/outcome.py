@@ -83,7 +83,9 @@ def judge(watch: Watch, job: Job, checkpoint: str | None, command: str) -> Outco
         name = {2: "configuration", 3: "data", 4: "machine", 5: "diverged"}.get(failure.exit_code, "failed")
         # On a full disk even last words may be lost.
         cause = failure.cause or f"{run}: a rank could not go on nor say why; see that there is room and a right to write"
-        return ended(name, failure.exit_code if failure.exit_code in (2, 3, 4, 5) else PeerError.exit_code, cause, failure.rank)
+        end = ended(name, failure.exit_code if failure.exit_code in (2, 3, 4, 5) else PeerError.exit_code, cause, failure.rank)
+        # The same settings would diverge again.
+        return replace(end, command="") if name == "diverged" else end
     why = watch.given_up or "torchrun gave up"
     if watch.nobody_came_back:
         why = f"the lost machine did not come back in {RETURN_SECONDS} s"
@@ -128,5 +130,4 @@ def message(outcome: Outcome) -> str:
     if outcome.outcome in ("configuration", "data", "machine"):
         return outcome.cause
     kept = f" Kept: {outcome.checkpoint}." if outcome.checkpoint else ""
-    # The same settings would diverge again.
-    return f"{outcome.cause}.{kept}" + (f" To go on: {outcome.command}" if outcome.outcome != "diverged" else "")
+    return f"{outcome.cause}.{kept}" + (f" To go on: {outcome.command}" if outcome.command else "")

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from pipeline.launch.failure import HUNG, Failure, folder_of, newest_attempt, sign_of
-from pipeline.pulse import COMPUTING, FINISHING, Sign
+from pipeline.pulse import AT_WORK, COMPUTING, FINISHING, LEAVING, Sign
 
 LOOK_SECONDS = 0.5
 # How long ranks may outlive one of them, and how long they have to write down their stacks.
@@ -57,7 +57,7 @@ class Watchdog:
             return None
         self._look_for_slow(alive, since, now)
         # Who has yet to import torch, or has but the model to write, is not late so soon.
-        stepping = len(alive) == self._ranks and all(sign.phase != FINISHING for sign in alive.values())
+        stepping = len(alive) == self._ranks and all(sign.phase not in (FINISHING, LEAVING) for sign in alive.values())
         limit = self._limit if stepping else max(self._limit, START_SECONDS)
         idle = now - self._changed_at
         if alive and idle > limit / 4 and not self._warned:
@@ -100,9 +100,9 @@ class Watchdog:
                 return sign.rank, f"rank {sign.rank} is stopped (SIGSTOP) in step {sign.step}", False
         if len(alive) < self._ranks:
             return None, f"{self._ranks - len(alive)} of {self._ranks} ranks here have not begun", False
-        last = min(alive.values(), key=lambda one: (one.step, one.phase != COMPUTING, one.rank))
+        last = min(alive.values(), key=lambda one: (one.step, one.phase not in AT_WORK, one.rank))
         together = len({(one.step, one.phase) for one in alive.values()}) == 1
-        if self._others and together and last.phase != COMPUTING:
+        if self._others and together and last.phase not in AT_WORK:
             return last.rank, f"rank {last.rank} waits in step {last.step} for another machine's", True
         if together and len(alive) > 1:
             return None, f"no rank gets on in step {last.step}, and all are in the same place", False

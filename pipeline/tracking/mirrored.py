@@ -10,6 +10,7 @@ from pathlib import Path
 from pipeline.files import write_whole
 
 # How requests and urllib3 say it, in a sentence of 500 characters.
+UNANSWERED = "does not answer"
 UNREACHED = re.compile(r"HTTPS?Connection(?:Pool)?\(host='([^']+)', port=(\d+)\)")
 REASON = re.compile(r"Connection refused|[Tt]imed out|Name or service not known|Temporary failure in name resolution|No route to host")
 
@@ -48,8 +49,9 @@ def explained(error: Exception) -> str:
     """What went wrong, in a line without an address, which may hold a password; of what users meet most, why."""
     whole = re.sub(r"//[^/@\s]*@", "//", " ".join(str(error).split()))
     where, why = UNREACHED.search(whole), REASON.search(whole)
-    if where and why:
-        return f"the server at {where[1]}, port {where[2]}, does not answer: {why[0].lower()}"
+    # Behind a proxy nobody knows which of the two it was.
+    if where and why and "ProxyError" not in whole:
+        return f"the server at {where[1]}, port {where[2]}, {UNANSWERED}: {why[0].lower()}"
     said = whole[:300] or type(error).__name__
     if "403" in said:
         said += (

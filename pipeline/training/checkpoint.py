@@ -68,7 +68,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, ranks: Ranks, journal: Path | None = None):
         self._folder, self._keep, self._ranks, self._journal = folder, keep, ranks, journal
-        self._saved = -1
+        # Of the newest checkpoint, and whether the journal tells of a first one.
+        self._saved, self._told = -1, False
 
     def restore(self, model: nn.Module, optimizer: Optimizer) -> int:
         """Load the newest good checkpoint and return its step; 0 where there is none yet."""
@@ -88,18 +89,20 @@ class Checkpoints:
         return step
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer) -> bool:
-        """Write a checkpoint of this step, unless there is one, and drop the oldest; whether it is the run's first."""
+        """Write a checkpoint of this step, unless there is one, and drop the oldest; whether the journal has yet to tell of one."""
         if step == self._saved:
             return False
         before, self._saved = self._saved, step
         self._ranks.pulse.computing()
-        return self._ranks.only_first(lambda: self._write(step, before, model, optimizer), False)
+        self._ranks.only_first(lambda: self._write(step, before, model, optimizer), None)
+        told, self._told = self._told, True
+        return not told
 
     def save_best(self, model: nn.Module, step: int, accuracy: float) -> None:
         """Keep the model with the highest accuracy on validation; of equals, the first."""
         self._ranks.only_first(lambda: self._write_best(model, step, accuracy), None)
 
-    def _write(self, step: int, before: int, model: nn.Module, optimizer: Optimizer) -> bool:
+    def _write(self, step: int, before: int, model: nn.Module, optimizer: Optimizer) -> None:
         tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
         state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
         for index, values in state.items():
@@ -113,7 +116,6 @@ class Checkpoints:
         digest = hashlib.sha256(content).hexdigest()
         entries.append({"step": step, "file": file, "sha256": digest, "journal": self._journal_until()})
         self._write_index(index | {"checkpoints": entries[-self._keep :]})
-        return len(entries) == 1
 
     def _write_best(self, model: nn.Module, step: int, accuracy: float) -> None:
         index = self._index()
@@ -129,6 +131,7 @@ class Checkpoints:
 
     def _newest(self) -> bytes:
         index = self._index()
+        self._told = self._journal is not None and bool(last(self._journal, KEPT))
         if index["checkpoints"] and read_sealed(self._folder / INDEX) is None:
             self._write_index(index)
         best = index.get("best")
@@ -148,7 +151,7 @@ class Checkpoints:
                 return content
         if index["checkpoints"]:
             raise none_left(self._folder, len(index["checkpoints"]))
-        if self._journal is not None and last(self._journal, KEPT):
+        if self._told:
             raise none_left(self._folder, 0)
         return b""
 

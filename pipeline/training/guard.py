@@ -55,7 +55,7 @@ class Guard:
         """Diverged, on all ranks at once, where a gradient was no number."""
         if self._bad.item():
             step = self._first + int(self._good_steps.item())
-            found = f"the gradient of step {step} is not finite, and nothing was updated since"
+            found = f"the gradient of step {step} is not finite, and no weight was updated since"
             raise Diverged(f"training diverged: {found}; {self._explain(step)}; {CURE}")
 
     def sound(self, step: int) -> nn.Module:

@@ -75,7 +75,7 @@ def run(model: nn.Module, steps: Steps, parts: Parts) -> int:
 
 
 def keep(parts: Parts, step: int) -> None:
-    """Save, and tell of the first time: after it, so that a kill in between tells of nothing that is not there."""
+    """Save, and tell of it where nobody has: after it, so that a kill in between tells of nothing that is not there."""
     parts.journal.sync()
     if parts.checkpoints.save(step, parts.guard.sound(step), parts.optimizer):
         parts.journal.event(KEPT, step=step)

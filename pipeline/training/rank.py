@@ -34,7 +34,7 @@ from pipeline.training.guard import Diverged, Guard, write_down
 from pipeline.training.stopping import Stop
 
 # The launcher's watchdog is earlier; where it is gone too, this is what ends a rank that waits in vain.
-PATIENCE_TIMES = 10
+PATIENCE_TIMES, LEAST_PATIENCE_SECONDS = 10, 600
 PR_SET_PDEATHSIG = 1
 # What a disk says, and no network.
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES)
@@ -50,7 +50,7 @@ def main(job: Job) -> None:
             journal.event("stopped", step=step)
             return
         digest = weights_sha256(model.state_dict())
-        group.pulse.finishing()
+        group.only_first(group.pulse.finishing, None)
         group.only_first(lambda: export(job, model), None)
         journal.event("finished", step=step, weights_sha256=digest)
 
@@ -72,7 +72,7 @@ class Notes(logging.Handler):
 def joined(job: Job) -> Generator[Ranks]:
     """This process as a rank: bits fixed, group joined, and left again."""
     fix_bits(job)
-    timeout_seconds = job.config.dist.timeout_seconds * PATIENCE_TIMES
+    timeout_seconds = max(job.config.dist.timeout_seconds * PATIENCE_TIMES, LEAST_PATIENCE_SECONDS)
     group = ranks.join(job.device, job.backend, ranks.seat(job.config.dist.world_size, timeout_seconds), timeout_seconds)
     yield group
     # Not after an error: a peer may wait for this rank in a collective, and leaving would wait for the peer.
