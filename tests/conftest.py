@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ __all__ = ["run_ranks"]
 ROOT = Path(__file__).parents[1]
 # As ranks have it: kernels round differently with another number of threads.
 torch.set_num_threads(1)
+# A shell's job in the background ignores Ctrl-C, and so would all that is started here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
