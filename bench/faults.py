@@ -25,7 +25,7 @@ from bench.trial import COUNTER, EXPERIMENT, Lockstep, Plain, Trial, kill_tree, 
 from pipeline.training.checkpoint import weights_sha256  # noqa: E402
 
 
-def unhurt(trial: Trial) -> Trial:
+def baseline(trial: Trial) -> Trial:
     trial.start()
     return trial.finish()
 
@@ -41,7 +41,7 @@ def killed_job(trial: Trial) -> Trial:
     trial.start()
     if trial.reaches(110):
         trial.kill()
-    return unhurt(trial)
+    return baseline(trial)
 
 
 def damaged(trial: Trial, damage: Callable[[bytearray], None]) -> Trial:
@@ -52,7 +52,7 @@ def damaged(trial: Trial, damage: Callable[[bytearray], None]) -> Trial:
     content = bytearray(path.read_bytes())
     damage(content)
     path.write_bytes(content)
-    return unhurt(trial)
+    return baseline(trial)
 
 
 def cut(content: bytearray) -> None:
@@ -76,14 +76,14 @@ def ten_kills(trial: Trial) -> Trial:
         trial.kill_rank(number % 2)
     trial.finish()
     while trial.exits[-1] != "exit 0" and len(trial.exits) < 6:
-        unhurt(trial)
+        baseline(trial)
     return trial
 
 
 def closed_port(trial: Trial) -> Trial:
     with socket.create_server(("127.0.0.1", 0)) as server:
         trial.uri = f"http://127.0.0.1:{server.getsockname()[1]}"
-    unhurt(trial)
+    baseline(trial)
     trial.uri = trial.store
     return catch_up(trial)
 
@@ -131,7 +131,7 @@ CASES: dict[str, tuple[str, Callable[[Trial], Trial], dict[str, float]]] = {
     "9b": ("killed at step 130, one bit of the newest checkpoint flipped; run again", lambda trial: damaged(trial, flip), {}),
     "15": (
         "a weight decay that diverges once the learning rate is warm",
-        unhurt,
+        baseline,
         {"learning_rate": 0.5, "warmup_epochs": 4, "weight_decay": 20.0},
     ),
     "16a": ("MLflow's server is down from the start", closed_port, {}),
@@ -158,7 +158,7 @@ def points(trial: Trial) -> list[tuple[str, list[int]]]:
 
 
 def reference(trial: Trial) -> Reference:
-    ((status, found),) = points(unhurt(trial))
+    ((status, found),) = points(baseline(trial))
     assert (trial.exits, status) == (["exit 0"], "FINISHED"), trial.folder
     digest = weights_sha256(trial.side.weights(trial.side.newest(trial.folder)))
     return Reference(digest, trial.steps(), set(found), trial.seconds)

@@ -18,10 +18,11 @@ import yaml
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import hurt  # noqa: E402
+from bench import recovery  # noqa: E402
 from bench.silent import mean_speed  # noqa: E402
-from pipeline.launch import machine  # noqa: E402
-from pipeline.launch.torchrun import Node, environment  # noqa: E402
+from pipeline.hardware import machine  # noqa: E402
+from pipeline.launch.node import Node  # noqa: E402
+from pipeline.launch.supervisor import environment  # noqa: E402
 from pipeline.tracking.journal import read  # noqa: E402
 
 PAIRS = 7
@@ -29,7 +30,7 @@ PARTS = ("steps", "product", "start", "tracking", "restart")
 
 
 def main() -> None:
-    print(f"{platform.system()}, {psutil.cpu_count()} CPUs, {machine.look().cpu}")
+    print(f"{platform.system()}, {psutil.cpu_count()} CPUs, {machine.detect().cpu}")
     print(f"torch {version('torch')}, Python {platform.python_version()}\n")
     for name in sys.argv[1:] or PARTS:
         assert name in PARTS, f"parts: {', '.join(PARTS)}"
@@ -136,19 +137,19 @@ def start() -> None:
 def tracking() -> None:
     """A black-holed MLflow against no tracking at all, in turn."""
     with tempfile.TemporaryDirectory() as scratch:
-        found, late = hurt.deaf(Path(scratch) / "deaf", PAIRS)
+        found, late = recovery.deaf(Path(scratch) / "deaf", PAIRS)
     print("lenet, world 2, 128 images a rank, 2 lanes, 840 steps, p99 of a step:")
     for name, runs in found.items():
-        show(f"MLflow {name}", [1000 * hurt.p99(gaps) for gaps in runs], " ms")
-    show("black-holed / none", [hurt.p99(one) / hurt.p99(other) for one, other in zip(*found.values(), strict=True)])
-    show("of all their steps", [hurt.p99([*chain(*found["black-holed"])]) / hurt.p99([*chain(*found["none"])])])
+        show(f"MLflow {name}", [1000 * recovery.p99(gaps) for gaps in runs], " ms")
+    show("black-holed / none", [recovery.p99(one) / recovery.p99(other) for one, other in zip(*found.values(), strict=True)])
+    show("of all their steps", [recovery.p99([*chain(*found["black-holed"])]) / recovery.p99([*chain(*found["none"])])])
     show("how late the exit is", late, " s")
 
 
 def restart() -> None:
     """A killed rank against a cold start, in turn."""
     with tempfile.TemporaryDirectory() as scratch:
-        found = hurt.restart(Path(scratch) / "restart", PAIRS)
+        found = recovery.restart(Path(scratch) / "restart", PAIRS)
     print("lenet, world 2: seconds to the first (new) step")
     for name, values in found.items():
         show(name, values, " s")
@@ -183,7 +184,7 @@ def watch(params: Path) -> tuple[float, int]:
             first = time.monotonic() - started_at
         for child in psutil.Process(process.pid).children(recursive=True):
             try:
-                if "-u" in child.cmdline() and "pipeline.training.rank" in child.cmdline():
+                if "-u" in child.cmdline() and "pipeline.training.train_rank" in child.cmdline():
                     fields = Path(f"/proc/{child.pid}/status").read_text().split()
                     peak = max(peak, int(fields[fields.index("VmHWM:") + 1]) * 1024)
             except (psutil.NoSuchProcess, OSError, ValueError):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline import job as jobs
 from pipeline.tracking.journal import Silent
-from pipeline.training import rank
+from pipeline.training import train_rank
 
 
 class Stopwatch(Silent):
@@ -22,9 +22,9 @@ class Stopwatch(Silent):
 
 def main() -> None:
     job = jobs.read(Path(sys.argv[1]))
-    with rank.joined(job) as group:
+    with train_rank.joined(job) as group:
         stopwatch = Stopwatch()
-        rank.train(job, group, stopwatch)
+        train_rank.train(job, group, stopwatch)
         if group.rank == 0:
             print(mean_speed(stopwatch.speeds))
 

@@ -6,16 +6,16 @@ import re
 from typing import Any
 
 from pipeline.config import Config, ConfigError, DataError
+from pipeline.console import Progress
 from pipeline.data import store
-from pipeline.files import Paths, write_whole
+from pipeline.files import Paths, atomic_write
+from pipeline.hardware import machine
+from pipeline.hardware.placement import place
 from pipeline.job import Job
-from pipeline.launch import machine
-from pipeline.launch.crew import spread
-from pipeline.launch.lock import held
-from pipeline.launch.placement import place
-from pipeline.launch.progress import Progress
-from pipeline.launch.work import Work, opening
+from pipeline.launch.node import resolve_num_nodes
 from pipeline.report import plots
+from pipeline.runs.lock import run_lock
+from pipeline.stage import RankStage, run_header
 from pipeline.tracking.journal import Journal
 
 
@@ -28,8 +28,8 @@ def run(config: Config, paths: Paths) -> int:
     trained = Config.model_validate(proof["parameters"])
     # The model as it was trained, on the ranks that are asked for now.
     threads = {"threads_per_rank": trained.dist.threads_per_rank}
-    config = spread(trained.model_copy(update={"dist": config.dist.model_copy(update=threads)}))
-    placement = place(config, machine.look())
+    config = resolve_num_nodes(trained.model_copy(update={"dist": config.dist.model_copy(update=threads)}))
+    placement = place(config, machine.detect())
     store.verify(paths.prepared, manifest, ("test",))
     run = paths.runs / proof["fingerprint"]
     job = Job(
@@ -41,16 +41,18 @@ def run(config: Config, paths: Paths) -> int:
         run=run,
         weights=paths.models / "model.safetensors",
     )
-    with held(run / "lock") as lock:
+    with run_lock(run / "lock") as lock:
         job.result.unlink(missing_ok=True)
 
         def finish(journal: Journal, run_id: str | None) -> str:
             return report(job, paths, manifest.class_names, proof["best"]["step"], journal)
 
-        first_line = opening(trained, f"{trained.model.name} on {manifest.name} {proof['fingerprint'][:6]}")
+        first_line = run_header(trained, f"{trained.model.name} on {manifest.name} {proof['fingerprint'][:6]}")
         first_line["id"] = proof["journal"]
         tags: dict[str, Any] = {"dvc.experiment": os.environ.get("DVC_EXP_NAME")}
-        return Work("evaluate", job, paths, lock).run("pipeline.training.examine", first_line, tags, Progress(job.journal, 1, 1), finish)
+        return RankStage("evaluate", job, paths, lock).run(
+            "pipeline.training.evaluate_rank", first_line, tags, Progress(job.journal, 1, 1), finish
+        )
 
 
 def read_receipt(paths: Paths) -> dict[str, Any]:
@@ -77,14 +79,14 @@ def report(job: Job, paths: Paths, class_names: list[str], step: int, journal: J
         name: row[index] / sum(row) if sum(row) else 0.0 for index, (name, row) in enumerate(zip(class_names, confusion, strict=True))
     }
     folder = job.run / "plots"
-    write_whole(job.run / "eval.json", (json.dumps(found | {"class_accuracy": per_class}, indent=2) + "\n").encode())
+    atomic_write(job.run / "eval.json", (json.dumps(found | {"class_accuracy": per_class}, indent=2) + "\n").encode())
     plots.confusion(confusion, class_names, folder)
     plots.class_accuracy(per_class, folder)
-    write_whole(paths.metrics / "eval.json", (job.run / "eval.json").read_bytes())
+    atomic_write(paths.metrics / "eval.json", (job.run / "eval.json").read_bytes())
     # Not `metrics`, which keeps what a step had before: the newest evaluation counts.
     journal.event("metrics", step=step, values={f"test/{name}": value for name, value in found.items()})
     journal.event("artifact", path="eval.json", folder=None)
     for path in [*sorted(folder.glob("confusion.*")), *sorted(folder.glob("classes.*"))]:
-        write_whole(paths.plots / path.name, path.read_bytes())
+        atomic_write(paths.plots / path.name, path.read_bytes())
         journal.event("artifact", path=path.relative_to(job.run).as_posix(), folder="plots")
     return f"test accuracy {found['accuracy']:.4f} ({found['correct']} of {found['total']}), loss {found['loss']:.4f}"

@@ -23,7 +23,7 @@ def check_room(folder: Path, needed_bytes: int) -> None:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed_bytes:,} bytes are needed, {free_bytes:,} are free", str(folder))
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def atomic_write(path: Path, content: bytes) -> None:
     """A reader sees the old file or the new one, also after a power cut; where it does not fit, nothing is left of the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     check_room(path.parent, len(content))
@@ -43,12 +43,12 @@ def write_whole(path: Path, content: bytes) -> None:
     os.close(folder)
 
 
-def write_sealed(path: Path, values: dict[str, Any]) -> None:
+def write_checksummed_json(path: Path, values: dict[str, Any]) -> None:
     """JSON that carries its own digest."""
-    write_whole(path, (json.dumps(values | {"digest": _seal(values)}, indent=2) + "\n").encode())
+    atomic_write(path, (json.dumps(values | {"digest": _seal(values)}, indent=2) + "\n").encode())
 
 
-def read_sealed(path: Path) -> dict[str, Any] | None:
+def read_checksummed_json(path: Path) -> dict[str, Any] | None:
     """What was written; None where that is damaged or missing."""
     try:
         values: dict[str, Any] = json.loads(path.read_bytes())
@@ -62,7 +62,7 @@ def _seal(values: dict[str, Any]) -> str:
 
 
 @contextmanager
-def whole_folder(path: Path) -> Generator[Path]:
+def atomic_folder(path: Path) -> Generator[Path]:
     """A folder to fill, which takes the place of `path` when all of it is there, and else leaves nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{path.name}-*"):

@@ -13,13 +13,14 @@ from threading import Event
 from types import FrameType
 
 from pipeline import join
+from pipeline.cluster.environment import engine
+from pipeline.cluster.store import ClusterStore
 from pipeline.config import Config, ConfigError
 from pipeline.files import Paths
-from pipeline.launch.engine import engine
-from pipeline.launch.machine import check_writable
-from pipeline.launch.meeting import MEETING, NODES, Meeting
-from pipeline.launch.network import PORT, listen
-from pipeline.launch.processes import dies_with_parent
+from pipeline.hardware.machine import check_writable
+from pipeline.hardware.network import PORT, listen
+from pipeline.launch.node import NODES, STORE
+from pipeline.launch.process_tree import dies_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +46,12 @@ def run(config: Config, paths: Paths, words: list[str], workers: int | None, por
     listening = listen(number)
     others = f"{nodes - 1} workers" if nodes > 2 else "1 worker" if nodes == 2 else "no worker: dist.nodes is 1, unless you say --workers"
     log.info("leading %s; a worker is started with: python -m pipeline join %s:%d", others, os.uname().nodename, number)
-    variables = os.environ | {MEETING: f"127.0.0.1:{number}", NODES: str(nodes)}
+    variables = os.environ | {STORE: f"127.0.0.1:{number}", NODES: str(nodes)}
     # A session of its own: signals reach us alone, and we decide what becomes of them.
     process = subprocess.Popen(words, env=variables, start_new_session=True, preexec_fn=dies_with_parent())
     with _passing_on(process) as hurried:
         # While the command begins: this imports torch.
-        meeting = Meeting("127.0.0.1", number, listening)
+        meeting = ClusterStore("127.0.0.1", number, listening)
         verdict = _verdict(process.wait(), meeting)
         meeting.put("verdict", verdict)
         _say_goodbye(meeting, nodes - 1, started_at, hurried)
@@ -83,7 +84,7 @@ def _passing_on(process: "subprocess.Popen[bytes]") -> Generator[Event]:
             signal.signal(number, handler)
 
 
-def _verdict(code: int, meeting: Meeting) -> int:
+def _verdict(code: int, meeting: ClusterStore) -> int:
     """The exit code of the ranks where they are why the command failed: DVC makes 255 of all of them."""
     last: int | None = meeting.get("last")
     if code < 0:
@@ -91,7 +92,7 @@ def _verdict(code: int, meeting: Meeting) -> int:
     return last if code and last else code
 
 
-def _say_goodbye(meeting: Meeting, expected: int, started_at: float, hurried: Event) -> None:
+def _say_goodbye(meeting: ClusterStore, expected: int, started_at: float, hurried: Event) -> None:
     """Keep the meeting open until the workers have heard; those that are still starting too."""
     came: set[str] = set()
     changed_at = time.monotonic()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipeline.config import MachineError
-from pipeline.pulse import Pulse
+from pipeline.heartbeat import Heartbeat
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class Ranks:
     device: torch.device
     # A group on the CPU for flags and bytes: it never waits for a stream of a GPU.
     control: "dist.ProcessGroup"
-    pulse: Pulse = field(default_factory=lambda: Pulse(None))
+    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
 
     def only_first(self, thing: Callable[[], T], otherwise: T) -> T:
         """The thing on rank 0, on every other rank something that does nothing."""
@@ -38,7 +38,7 @@ class Ranks:
         most = max(rows_per_rank)
         padded = torch.zeros((most, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
         padded[: len(rows)] = rows
-        self.pulse.waiting()
+        self.heartbeat.waiting()
         everyone = torch.empty((self.size * most, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
         dist.all_gather_single(everyone, padded)
         return torch.cat([everyone[rank * most : rank * most + count] for rank, count in enumerate(rows_per_rank)])
@@ -47,7 +47,7 @@ class Ranks:
         """Sums over all ranks of whole numbers, which no order can change."""
         assert not values.is_floating_point()
         total = values.clone()
-        self.pulse.waiting()
+        self.heartbeat.waiting()
         dist.all_reduce(total)
         return total
 
@@ -66,7 +66,7 @@ class Ranks:
     def from_first(self, content: bytes) -> bytes:
         """Rank 0's bytes, on every rank."""
         size = torch.tensor([len(content)])
-        self.pulse.waiting()
+        self.heartbeat.waiting()
         dist.broadcast(size, 0, group=self.control)
         buffer = (
             torch.frombuffer(bytearray(content), dtype=torch.uint8) if self.rank == 0 and content else torch.empty(0, dtype=torch.uint8)
@@ -79,22 +79,22 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Seat:
+class Rendezvous:
     """A process's place in the group, and the store in which the group meets."""
 
     store: Store
     rank: int
     size: int
-    pulse: Pulse = field(default_factory=lambda: Pulse(None))
+    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
 
 
-def seat(world_size: int, timeout_seconds: float) -> Seat:
+def seat(world_size: int, timeout_seconds: float) -> Rendezvous:
     """Where torchrun has put this process, counted from the leader: the rank that writes the files is the leader's first.
 
     The store is new in every attempt. torchrun would keep one through all restarts (torch 2.14): a rank of the second attempt
     then reads where a rank of the first one listened, and waits for it until its timeout.
     """
-    pulse = Pulse(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent)
+    heartbeat = Heartbeat(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size != world_size:
         # torchrun takes a machine for dead whose clock is 15 s off, and then begins without it.
@@ -105,11 +105,11 @@ def seat(world_size: int, timeout_seconds: float) -> Seat:
     if os.environ["LOCKSTEP_LEADS"] == "1" and os.environ["LOCAL_RANK"] == "0":
         store.set("first", str(rank))
     rank = (rank - int(store.get("first"))) % size
-    pulse.seated(rank)
-    return Seat(store, rank, size, pulse)
+    heartbeat.seated(rank)
+    return Rendezvous(store, rank, size, heartbeat)
 
 
-def join(device_type: str, backend: str, seat: Seat, timeout_seconds: float) -> Ranks:
+def join(device_type: str, backend: str, seat: Rendezvous, timeout_seconds: float) -> Ranks:
     """Take the seat in the group."""
     device = torch.device("cpu")
     if device_type == "cuda":
@@ -119,11 +119,11 @@ def join(device_type: str, backend: str, seat: Seat, timeout_seconds: float) -> 
     dist.init_process_group(backend, store=seat.store, rank=seat.rank, world_size=seat.size, timeout=timeout)
     control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
-    return Ranks(seat.rank, seat.size, device, control, seat.pulse)
+    return Ranks(seat.rank, seat.size, device, control, seat.heartbeat)
 
 
 def leave(ranks: Ranks) -> None:
     """Leave the group, all ranks together: until the last one is done, each of them is there to start again with."""
-    ranks.pulse.leaving()
+    ranks.heartbeat.leaving()
     dist.barrier(ranks.control)
     dist.destroy_process_group()

@@ -5,9 +5,9 @@ import math
 
 from pipeline.config import Config, MachineError
 from pipeline.files import Paths
-from pipeline.launch.lock import held
-from pipeline.launch.mirroring import MirrorProcess, is_behind
-from pipeline.tracking.mirrored import UNANSWERED
+from pipeline.runs.lock import run_lock
+from pipeline.tracking.mirror_process import MirrorProcess, is_behind
+from pipeline.tracking.mirror_state import UNANSWERED
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ def run(config: Config, paths: Paths) -> int:
             continue
         log.info("%s: sending what MLflow has not heard of", run.name)
         try:
-            with held(run / "lock"):
+            with run_lock(run / "lock"):
                 wrong = MirrorProcess(run, paths, patient=True).finish(math.inf)
         except MachineError as error:
             log.info("%s", error)

@@ -11,31 +11,32 @@ from typing import Any
 import yaml
 
 from pipeline.config import Config, ConfigError, MachineError
+from pipeline.console import Progress
 from pipeline.data import store
-from pipeline.files import Paths, whole_folder, write_whole
+from pipeline.files import Paths, atomic_folder, atomic_write
+from pipeline.hardware import machine
+from pipeline.hardware.placement import Placement, place
 from pipeline.job import Job
-from pipeline.launch import machine
-from pipeline.launch.crew import spread
-from pipeline.launch.fingerprint import fingerprint, versions, whole_identity
-from pipeline.launch.lock import held
-from pipeline.launch.mirroring import MirrorProcess, is_behind
-from pipeline.launch.placement import Placement, place
-from pipeline.launch.progress import Progress
-from pipeline.launch.resume import adopt, write_identity
-from pipeline.launch.work import Work, newest_checkpoint, opening
+from pipeline.launch.node import resolve_num_nodes
 from pipeline.report import plots
+from pipeline.runs import checkpoints
+from pipeline.runs.identity import fingerprint, versions, whole_identity, write_identity
+from pipeline.runs.lock import run_lock
+from pipeline.runs.resume import import_run
+from pipeline.stage import RankStage, run_header
 from pipeline.tracking import journal as journals
 from pipeline.tracking import receipt
 from pipeline.tracking.journal import Journal
-from pipeline.tracking.mirrored import read_state
+from pipeline.tracking.mirror_process import MirrorProcess, is_behind
+from pipeline.tracking.mirror_state import read_state
 
 log = logging.getLogger(__name__)
 
 
 def run(config: Config, paths: Paths, resume: Path | None = None) -> int:
     """Train, or recognise that it is done; returns the exit code."""
-    config = spread(config)
-    placement = place(config, machine.look())
+    config = resolve_num_nodes(config)
+    placement = place(config, machine.detect())
     manifest = store.read_manifest(paths.prepared)
     store.check_made_for(paths.prepared, manifest, config)
     steps_per_epoch = manifest.counts["train"] // config.dist.global_batch
@@ -52,20 +53,20 @@ def run(config: Config, paths: Paths, resume: Path | None = None) -> int:
         prepared=paths.prepared,
         run=paths.runs / name,
     )
-    with held(job.run / "lock") as lock:
+    with run_lock(job.run / "lock") as lock:
         if any(line["stage"] == "train" and line["outcome"] == "done" for line in journals.read(job.journal) if line["kind"] == "ended"):
             publish_again(job, paths)
             return 0
         store.verify(paths.prepared, manifest, ("train", "validation"))
         write_identity(job.run, identity)
         title = f"{config.model.name} on {config.data.name} {name[:6]}"
-        adopted = adopt(resume, job, identity, opening(config, title)) if resume else None
+        imported = import_run(resume, job, identity, run_header(config, title)) if resume else None
         progress = Progress(job.journal, steps_per_epoch * config.train.epochs, steps_per_epoch)
         where = f"{config.dist.world_size} x {placement.device}, {placement.backend}, {placement.precision}"
-        kept = newest_checkpoint(job.run)
+        kept = checkpoints.newest(job.run)
         progress.say(f"training {config.model.name} on {manifest.name}: {where}, run {name}" + (f", going on from {kept}" if kept else ""))
-        if adopted:
-            progress.say(adopted)
+        if imported:
+            progress.say(imported)
         return carry_out(job, paths, lock, progress, facts(config, placement, manifest, name, receipt.git_state()))
 
 
@@ -91,7 +92,9 @@ def carry_out(job: Job, paths: Paths, lock: int, progress: Progress, proof: dict
         return f"best validation accuracy {best['validation_accuracy']:.4f} in epoch {best['epoch']}"
 
     name = f"{job.config.model.name} on {job.config.data.name} {proof['fingerprint'][:6]}"
-    return Work("train", job, paths, lock).run("pipeline.training.rank", opening(job.config, name), tags(proof), progress, finish)
+    return RankStage("train", job, paths, lock).run(
+        "pipeline.training.train_rank", run_header(job.config, name), tags(proof), progress, finish
+    )
 
 
 def tags(proof: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +154,7 @@ def write_receipt(job: Job, proof: dict[str, Any]) -> None:
         "journal": journals.last(job.journal, "run")["id"],
         "elapsed_seconds": receipt.elapsed_seconds(job.journal),
     }
-    write_whole(job.run / "receipt.json", (json.dumps(learned | proof, indent=2) + "\n").encode())
+    atomic_write(job.run / "receipt.json", (json.dumps(learned | proof, indent=2) + "\n").encode())
 
 
 def publish(run: Path, paths: Paths) -> None:
@@ -162,7 +165,7 @@ def publish(run: Path, paths: Paths) -> None:
         raise MachineError(
             f"{run / 'model.safetensors'}: expected SHA-256 {proof['model_sha256']}, found {found}; remove {run} to train again"
         )
-    with whole_folder(paths.models) as scratch:
+    with atomic_folder(paths.models) as scratch:
         for name in ("model.safetensors", "receipt.json"):
             shutil.copyfile(run / name, scratch / name)
     last = proof["epochs"][-1]
@@ -171,16 +174,16 @@ def publish(run: Path, paths: Paths) -> None:
         "last": {"train_loss": float.fromhex(last["train_loss"]), "validation_loss": float.fromhex(last["validation_loss"])},
         "steps": proof["steps"],
     }
-    write_whole(paths.metrics / "train.json", (json.dumps(metrics, indent=2) + "\n").encode())
+    atomic_write(paths.metrics / "train.json", (json.dumps(metrics, indent=2) + "\n").encode())
     plots.curves(run / "journal.jsonl", run / "plots")
     for path in (run / "plots").glob("curves.*"):
-        write_whole(paths.plots / path.name, path.read_bytes())
+        atomic_write(paths.plots / path.name, path.read_bytes())
 
 
 def journal_artifacts(journal: Journal, job: Job) -> None:
     """Tell MLflow's mirror what to keep."""
     proof = json.loads((job.run / "receipt.json").read_text())
-    write_whole(job.run / "params.yaml", yaml.safe_dump(job.config.model_dump(), sort_keys=False).encode())
+    atomic_write(job.run / "params.yaml", yaml.safe_dump(job.config.model_dump(), sort_keys=False).encode())
     journal.metrics(
         {"best/validation_accuracy": proof["best"]["validation_accuracy"], "best/epoch": proof["best"]["epoch"]}, proof["best"]["step"]
     )

@@ -1,6 +1,6 @@
 """A campaign of random faults: `python -m tests.chaos --seed 1 --faults 100`.
 
-Small experiments are killed, stopped, starved of disk and damaged, started again on other world sizes until they are done, and
+Small experiments are killed, stopped, oom_killed of disk and damaged, started again on other world sizes until they are done, and
 compared with the same experiments left alone. What is done follows from the seed; when exactly, down to the step, does not, as
 real machines differ in their timings. `--only N` repeats one experiment of a campaign; Ctrl-C ends it early, with its summary.
 """

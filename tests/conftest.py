@@ -180,9 +180,9 @@ def make_job(folder: Path, precision: str = "fp32", **changes: Any) -> Job:
 
 
 @pytest.fixture(scope="session")
-def unhurt(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
     """The long experiment, left alone."""
-    experiment = Experiment(tmp_path_factory.mktemp("unhurt")).set(**LONGER)
+    experiment = Experiment(tmp_path_factory.mktemp("baseline")).set(**LONGER)
     experiment.run("prepare")
     experiment.run("train")
     return experiment

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from pipeline import __main__ as commands
 from pipeline.data.batches import Batches
-from pipeline.launch import torchrun
-from pipeline.training import rank
+from pipeline.launch import supervisor
+from pipeline.training import train_rank
 
 
 class Fault:
@@ -66,8 +66,8 @@ def fill(folder: Path) -> Path:
 
 def main() -> int:
     """The launcher's part: the command line as it is, with this module for its ranks."""
-    run = torchrun.run
-    torchrun.run = lambda _, *rest: run("tests.faulty", *rest)
+    run = supervisor.run
+    supervisor.run = lambda _, *rest: run("tests.faulty", *rest)
     return commands.main()
 
 
@@ -75,12 +75,12 @@ def as_rank() -> None:
     """A rank's part."""
     kind, number, step = os.environ["FAULT"].split(":")
     if kind == "full":
-        export = rank.export
-        rank.export = lambda job, model: (fill(job.run), export(job, model))
+        export = train_rank.export
+        train_rank.export = lambda job, model: (fill(job.run), export(job, model))
     elif os.environ["RANK"] == number:
-        batches = rank.batches
-        rank.batches = lambda *parts: Fault(batches(*parts), kind, int(step))
-    rank.run_as_rank(rank.main)
+        batches = train_rank.batches
+        train_rank.batches = lambda *parts: Fault(batches(*parts), kind, int(step))
+    train_rank.run_as_rank(train_rank.main)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def _as_rank(rank: int, size: int, folder: str, work: list[tuple[Callable[..., A
     os.environ |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
     try:
         torch.set_num_threads(1)
-        group = ranks.join("cpu", "gloo", ranks.Seat(torch.distributed.FileStore(f"{folder}/rendezvous", size), rank, size), 60)
+        group = ranks.join("cpu", "gloo", ranks.Rendezvous(torch.distributed.FileStore(f"{folder}/rendezvous", size), rank, size), 60)
         results = [function(group, *arguments) for function, arguments in work]
         ranks.leave(group)
         Path(folder, f"{rank}.result").write_bytes(pickle.dumps(results))

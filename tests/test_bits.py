@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.job import Job
 from pipeline.tracking.journal import Journal, Silent, last
-from pipeline.training import rank
+from pipeline.training import train_rank
 from pipeline.training.checkpoint import weights_sha256
 from tests.conftest import make_job
 
@@ -40,11 +40,11 @@ def job_of(folder: Path, case: str, size: int, share: list[int] | None, run: str
 
 def trained(group: Any, job: Job, stop_after: int | None) -> tuple[str, int]:
     """Train on this rank; a real SIGTERM reaches the last rank, and only it, when the journal passes a step."""
-    rank.fix_bits(job)
+    train_rank.fix_bits(job)
     journal = group.only_first(lambda: Journal(job.journal), Silent())
     if stop_after is not None and group.rank == group.size - 1:
         threading.Thread(target=terminate_after, args=(job.journal, stop_after), daemon=True).start()
-    model, step, _ = rank.train(job, group, journal)
+    model, step, _ = train_rank.train(job, group, journal)
     return weights_sha256(model.state_dict()), step
 
 

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from pipeline.config import MachineError
-from pipeline.pulse import Pulse
-from pipeline.training.checkpoint import INDEX, Checkpoints, read_index, weights_sha256
+from pipeline.heartbeat import Heartbeat
+from pipeline.training.checkpoint import INDEX, Checkpoints, read_or_rebuild_index, weights_sha256
 
 
-class Alone:
+class SingleNode:
     """The first and only rank."""
 
-    pulse = Pulse(None)
+    heartbeat = Heartbeat(None)
 
     def only_first(self, thing, otherwise):
         return thing()
@@ -40,7 +40,7 @@ def descend(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) ->
 
 def save_steps(folder: Path, *steps: int, keep: int = 2) -> str:
     model, optimizer = parts()
-    checkpoints = Checkpoints(folder, keep, Alone())
+    checkpoints = Checkpoints(folder, keep, SingleNode())
     done = 0
     for step in steps:
         descend(model, optimizer, range(done, step))
@@ -55,7 +55,7 @@ def test_restored_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     save_steps(tmp_path / "cut", 4)
     model, optimizer = parts()
     descend(model, optimizer, range(50, 53))
-    assert Checkpoints(tmp_path / "cut", 2, Alone()).restore(model, optimizer) == 4
+    assert Checkpoints(tmp_path / "cut", 2, SingleNode()).restore(model, optimizer) == 4
     descend(model, optimizer, range(4, 9))
     assert weights_sha256(model.state_dict()) == expected
 
@@ -67,10 +67,10 @@ def test_the_newest_are_kept_and_nothing_else_lies_about(tmp_path: Path) -> None
 
 def test_the_best_model_is_kept_apart_and_of_equals_the_first(tmp_path: Path) -> None:
     model, _ = parts()
-    checkpoints = Checkpoints(tmp_path, 1, Alone())
+    checkpoints = Checkpoints(tmp_path, 1, SingleNode())
     for step, accuracy in ((10, 0.5), (20, 0.7), (30, 0.7), (40, 0.6)):
         checkpoints.save_best(model, step, accuracy)
-    best = read_index(tmp_path)["best"]
+    best = read_or_rebuild_index(tmp_path)["best"]
     assert (best["step"], best["accuracy"]) == (20, 0.7)
     assert [path.name for path in tmp_path.glob("best-*")] == [best["file"]]
 
@@ -81,7 +81,7 @@ def test_a_checkpoint_cut_short_is_refused_and_the_one_before_is_taken(length: i
     save_steps(tmp_path, 3, 6)
     path = tmp_path / "step-00000006.safetensors"
     path.write_bytes(path.read_bytes()[:length])
-    assert Checkpoints(tmp_path, 2, Alone()).restore(*parts()) == 3
+    assert Checkpoints(tmp_path, 2, SingleNode()).restore(*parts()) == 3
     assert "step-00000006.safetensors is damaged" in caplog.text
 
 
@@ -91,7 +91,7 @@ def test_one_flipped_bit_is_refused(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)
-    assert Checkpoints(tmp_path, 2, Alone()).restore(*parts()) == 3
+    assert Checkpoints(tmp_path, 2, SingleNode()).restore(*parts()) == 3
 
 
 def test_no_good_checkpoint_left_is_an_error_and_never_a_start_from_nothing(tmp_path: Path) -> None:
@@ -99,11 +99,11 @@ def test_no_good_checkpoint_left_is_an_error_and_never_a_start_from_nothing(tmp_
     for path in tmp_path.glob("step-*"):
         path.write_bytes(b"")
     with pytest.raises(MachineError, match="no good checkpoint is left of 2"):
-        Checkpoints(tmp_path, 2, Alone()).restore(*parts())
+        Checkpoints(tmp_path, 2, SingleNode()).restore(*parts())
 
 
 def test_a_run_without_checkpoints_starts_at_0(tmp_path: Path) -> None:
-    assert Checkpoints(tmp_path, 2, Alone()).restore(*parts()) == 0
+    assert Checkpoints(tmp_path, 2, SingleNode()).restore(*parts()) == 0
 
 
 def test_a_step_saved_twice_is_listed_once(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.launch import checks
-from pipeline.launch.network import listen
+from pipeline.doctor import network
+from pipeline.hardware.network import listen
 from tests.conftest import clean_environment
 
 
@@ -59,27 +59,27 @@ def test_a_port_that_is_taken_on_one_address_is_taken_and_the_other_one_is_free(
     here = [one.address for one in psutil.net_if_addrs()["lo"] if one.family in (socket.AF_INET, socket.AF_INET6)]
     for address in ("0.0.0.0", *here):
         with listening(address) as taken:
-            found = checks.port(taken)
+            found = network.port(taken)
             assert found.kind == "wrong"
             (free,) = {int(port) for port in re.findall(r"(?:--port |:)(\d+)", found.cure)}
             listen(free).close()
-        assert checks.port(taken).kind == "ok"
+        assert network.port(taken).kind == "ok"
 
 
 def test_a_name_of_this_machine_that_does_not_resolve_is_wrong() -> None:
-    found = checks.own_name("no-such-machine.invalid")
+    found = network.own_name("no-such-machine.invalid")
     assert found.kind == "wrong"
     assert found.cure == 'echo "127.0.1.1 no-such-machine.invalid" | sudo tee -a /etc/hosts'
-    assert checks.own_name("localhost").kind == "ok"
+    assert network.own_name("localhost").kind == "ok"
 
 
 def test_a_leader_is_found_with_the_way_to_it_or_told_why_not() -> None:
     with listening() as there:
-        found = checks.leader("127.0.0.1", there)
+        found = network.leader("127.0.0.1", there)
         assert (found.kind, found.text) == ("ok", f"the leader 127.0.0.1:{there} answers; from here through lo as 127.0.0.1")
-    found = checks.leader("127.0.0.1", there)
+    found = network.leader("127.0.0.1", there)
     assert (found.kind, found.cure) == ("wrong", f"on 127.0.0.1: python -m pipeline lead --port {there} dvc repro")
-    found = checks.leader("no-such-machine.invalid", there)
+    found = network.leader("no-such-machine.invalid", there)
     assert found.kind == "wrong"
     assert "/etc/hosts" in found.cure
 
@@ -87,7 +87,7 @@ def test_a_leader_is_found_with_the_way_to_it_or_told_why_not() -> None:
 def test_a_leader_that_does_not_answer_costs_two_seconds() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.create_connection(full.getsockname()):
         started_at = time.monotonic()
-        found = checks.leader(*full.getsockname())
+        found = network.leader(*full.getsockname())
         assert time.monotonic() - started_at < 2.5
         assert (found.kind, found.cure) == ("wrong", f"on 127.0.0.1: sudo ufw allow {full.getsockname()[1]}/tcp")
 
@@ -95,7 +95,7 @@ def test_a_leader_that_does_not_answer_costs_two_seconds() -> None:
 def test_what_keeps_mlflow_from_taking_runs_is_told() -> None:
     with answering() as server:
         here = f"http://127.0.0.1:{server.server_address[1]}"
-        assert checks.mlflow(here) == checks.Finding("ok", f"MLflow answers at {here}")
+        assert network.mlflow(here) == network.Finding("ok", f"MLflow answers at {here}")
         for status, words in (
             (200, "is not MLflow"),
             (401, "let us in"),
@@ -103,7 +103,7 @@ def test_what_keeps_mlflow_from_taking_runs_is_told() -> None:
             (407, "NO_PROXY=127.0.0.1"),
             (503, "answers 503"),
         ):
-            found = checks.mlflow(f"{here}/{status}")
+            found = network.mlflow(f"{here}/{status}")
             assert found.kind == "wrong"
             assert words in str(found)
     for uri, words in {
@@ -113,7 +113,7 @@ def test_what_keeps_mlflow_from_taking_runs_is_told() -> None:
         "file:///srv/mlruns": "unset MLFLOW_TRACKING_URI",
         "sqlite:////srv/no/such/folder/mlflow.db": "mkdir -p /srv/no/such/folder",
     }.items():
-        found = checks.mlflow(uri)
+        found = network.mlflow(uri)
         assert found.kind == "wrong"
         assert words in str(found)
         assert "34" not in found.text.replace(here, "")
@@ -127,12 +127,12 @@ def test_a_certificate_of_ones_own_is_trusted_only_where_it_is_named(tmp_path: P
         file.write((tmp_path / "certificate.pem").read_text())
     with answering(both) as server:
         uri = f"https://localhost:{server.server_address[1]}"
-        assert "export MLFLOW_TRACKING_SERVER_CERT_PATH" in checks.mlflow(uri).cure
+        assert "export MLFLOW_TRACKING_SERVER_CERT_PATH" in network.mlflow(uri).cure
         with monkeypatch.context() as careless:
             careless.setenv("MLFLOW_TRACKING_INSECURE_TLS", "true")
-            assert checks.mlflow(uri).kind == "ok"
+            assert network.mlflow(uri).kind == "ok"
         monkeypatch.setenv("MLFLOW_TRACKING_SERVER_CERT_PATH", str(tmp_path / "certificate.pem"))
-        assert checks.mlflow(uri).kind == "ok"
+        assert network.mlflow(uri).kind == "ok"
 
 
 @pytest.mark.slow
@@ -149,10 +149,10 @@ def test_a_real_server_hears_what_its_own_client_says_and_a_refused_name_is_cure
         process = subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=log, stderr=log)
     try:
         until = time.monotonic() + 120
-        while checks.mlflow(f"http://127.0.0.1:{port}").kind != "ok":
+        while network.mlflow(f"http://127.0.0.1:{port}").kind != "ok":
             assert process.poll() is None and time.monotonic() < until, (tmp_path / "log").read_text()
             time.sleep(0.5)
-        found = checks.mlflow(f"http://localhost:{port}")
+        found = network.mlflow(f"http://localhost:{port}")
     finally:
         process.terminate()
         process.wait(30)
@@ -166,7 +166,7 @@ def test_a_real_server_hears_what_its_own_client_says_and_a_refused_name_is_cure
         monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
         monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
         for uri in (f"http://LocalHost:{there}/", f"http://you:p%40ss@127.0.0.1:{there}"):
-            assert checks.mlflow(uri).kind == "ok"
+            assert network.mlflow(uri).kind == "ok"
             ours = server.heard  # type: ignore[attr-defined]
             http_request(get_default_host_creds(uri), "/api", "GET")
             assert ours == server.heard  # type: ignore[attr-defined]

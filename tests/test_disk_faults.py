@@ -32,7 +32,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("every_steps", [20, 1000], ids=["in a checkpoint", "in the journal"])
 @pytest.mark.fault(8, "the disk is full, for a checkpoint or for the journal; then there is room again")
 def test_a_full_disk_ends_with_4_and_it_goes_on_once_there_is_room(
-    unhurt: Experiment, small_disk: Path, every_steps: int, record_property: Note
+    baseline: Experiment, small_disk: Path, every_steps: int, record_property: Note
 ) -> None:
     experiment = Experiment(small_disk).set(**LONGER | {"checkpoint__every_steps": every_steps})
     experiment.run("prepare")
@@ -54,14 +54,14 @@ def test_a_full_disk_ends_with_4_and_it_goes_on_once_there_is_room(
     said = experiment.run("train")
     assert every_steps != 20 or f"going on from {found['checkpoint']}" in said
     experiment.run("sync")
-    same_figures(experiment, unhurt)
+    same_figures(experiment, baseline)
     assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
     record_property("happened", f"exit 4: {found['cause'][-70:]}; with room again bit-equal, one run FINISHED")
 
 
 @pytest.mark.slow
 @pytest.mark.fault(8, "the disk is full when the trained model is written")
-def test_a_disk_that_is_full_for_the_model_costs_no_step(unhurt: Experiment, small_disk: Path, record_property: Note) -> None:
+def test_a_disk_that_is_full_for_the_model_costs_no_step(baseline: Experiment, small_disk: Path, record_property: Note) -> None:
     experiment = Experiment(small_disk).set(**LONGER)
     experiment.run("prepare")
     said = with_fault(experiment, "full:0:0", 4)
@@ -69,11 +69,11 @@ def test_a_disk_that_is_full_for_the_model_costs_no_step(unhurt: Experiment, sma
     assert "bytes are needed, 0 are free" in said
     assert not (small_disk / "models").exists()
     kept = status(experiment)["checkpoint"]
-    assert Path(kept).name == f"step-{experiment_steps(unhurt):08d}.safetensors"
+    assert Path(kept).name == f"step-{experiment_steps(baseline):08d}.safetensors"
     (experiment.run_folder / "filler").unlink()
     assert f"going on from {kept}" in experiment.run("train")
     experiment.run("sync")
-    same_figures(experiment, unhurt)
+    same_figures(experiment, baseline)
     assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
     record_property("happened", "exit 4 with the bytes needed and free; with room again it only writes the model, bit-equal")
 
@@ -109,7 +109,7 @@ def test_artifacts_that_do_not_fit_are_sent_later(experiment: Experiment, small_
 @pytest.mark.slow
 @pytest.mark.fault(9, "the newest checkpoint cut short; later one bit of it flipped")
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_taken(
-    unhurt: Experiment, experiment: Experiment, record_property: Note
+    baseline: Experiment, experiment: Experiment, record_property: Note
 ) -> None:
     experiment.set(**LONGER).run("prepare")
     for step in (70, 150):
@@ -132,7 +132,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_taken(
         assert f"{path} is damaged" in said
         assert f"going on from {path.with_name('step-00000060.safetensors' if step == 70 else 'step-00000140.safetensors')}" in said
     experiment.run("train")
-    same_figures(experiment, unhurt)
+    same_figures(experiment, baseline)
     record_property("happened", "refused by its hash, said so, the one before taken; bit-equal")
 
 
@@ -163,13 +163,13 @@ KILLED_WHILE_SAVING = """
 import json, os, signal, sys
 from pathlib import Path
 import torch
-from tests.test_checkpoint import Alone, descend, parts
+from tests.test_checkpoint import SingleNode, descend, parts
 from pipeline.training.checkpoint import Checkpoints, weights_sha256
 
 def save(folder, told):
     torch.set_num_threads(1)
     model, optimizer = parts()
-    checkpoints = Checkpoints(folder, 2, Alone())
+    checkpoints = Checkpoints(folder, 2, SingleNode())
     begin = checkpoints.restore(model, optimizer)
     digests = {begin: weights_sha256(model.state_dict())}
     for step in range(begin + 1, 5):

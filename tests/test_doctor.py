@@ -14,8 +14,8 @@ import yaml
 
 from pipeline import doctor
 from pipeline.config import Config
-from pipeline.launch.machine import Machine
-from pipeline.launch.network import PORT
+from pipeline.hardware.machine import Machine
+from pipeline.hardware.network import PORT
 from tests.conftest import ROOT, Experiment, clean_environment, settings
 from tests.test_checks import listening
 
@@ -53,7 +53,7 @@ def test_nothing_is_wrong_with_a_small_experiment_and_nothing_heavy_is_imported(
     wrong = [one for one in findings if not one.startswith(("ok     ", "note   "))]
     assert len(wrong) == LITTLE
     assert all("/dev/shm" in one for one in wrong)
-    assert re.search(r"\| +pipeline\.tracking\.mirrored$", said, re.MULTILINE)
+    assert re.search(r"\| +pipeline\.tracking\.mirror_state$", said, re.MULTILINE)
     assert not re.search(r"\| +(torch|mlflow|dvc)$", said, re.MULTILINE)
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import digest
-from pipeline.launch import machine
+from pipeline.hardware import machine
 from pipeline.tracking.journal import Journal, read
-from pipeline.training import rank
+from pipeline.training import train_rank
 from tests.conftest import make_job
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -22,8 +22,8 @@ CASES = {
 
 
 def train(group, job) -> None:
-    rank.fix_bits(job)
-    rank.train(job, group, group.only_first(lambda: Journal(job.journal), None) or Journal(job.run / "of-another-rank.jsonl"))
+    train_rank.fix_bits(job)
+    train_rank.train(job, group, group.only_first(lambda: Journal(job.journal), None) or Journal(job.run / "of-another-rank.jsonl"))
 
 
 def losses(folder: Path, run_ranks) -> dict[str, list[str]]:
@@ -37,7 +37,7 @@ def losses(folder: Path, run_ranks) -> dict[str, list[str]]:
 
 def test_losses_are_the_golden_ones(tmp_path: Path, run_ranks, request: pytest.FixtureRequest) -> None:
     found = losses(tmp_path, run_ranks)
-    kind = {"cpu": machine.look().cpu, "torch": version("torch")}
+    kind = {"cpu": machine.detect().cpu, "torch": version("torch")}
     mine = GOLDEN / f"{digest(kind)[:12]}.json"
     if request.config.getoption("--write-golden"):
         GOLDEN.mkdir(exist_ok=True)

@@ -14,12 +14,14 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up; rooms of one floor ignore each other.
 FLOORS = [
     {"config", "files"},
-    {"job", "pulse"},
-    {"ranks"},
+    {"job", "heartbeat"},
+    {"ranks", "hardware"},
     {"data", "models", "parallel", "tracking"},
+    {"runs", "console", "report"},
     {"launch", "training"},
-    {"report"},
-    {"prepare", "train", "evaluate", "sync", "doctor"},
+    {"cluster", "doctor"},
+    {"stage"},
+    {"prepare", "train", "evaluate", "sync"},
     {"join"},
     {"lead"},
     {"__main__"},
@@ -119,7 +121,7 @@ def test_only_these_touch_torch_distributed() -> None:
         allowed = (
             name == "pipeline.ranks"
             or name.startswith("pipeline.parallel.")
-            or name in ("pipeline.training.checkpoint", "pipeline.launch.meeting")
+            or name in ("pipeline.training.checkpoint", "pipeline.cluster.store")
         )
         touches = {one for one in imports(path) if one.startswith("torch.distributed") or one == "torch.nn.parallel"}
         touches -= {"torch.distributed.elastic.multiprocessing.errors"}
@@ -136,7 +138,7 @@ def test_only_tracking_and_report_import_mlflow_and_no_rank_does() -> None:
     for name, path in NAMES.items():
         if "mlflow" in {one.split(".")[0] for one in imports(path)}:
             assert room(name) in ("tracking", "report"), name
-    for entry in ("pipeline.training.rank", "pipeline.training.examine"):
+    for entry in ("pipeline.training.train_rank", "pipeline.training.evaluate_rank"):
         for module in closure(entry):
             assert "mlflow" not in {one.split(".")[0] for one in imports(NAMES[module])}, module
             assert "dvc" not in {one.split(".")[0] for one in imports(NAMES[module])}, module

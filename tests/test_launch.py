@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from pipeline import ranks
+from pipeline.cluster.environment import engine
 from pipeline.config import Config, ConfigError, MachineError
-from pipeline.launch import crew, network
-from pipeline.launch import fingerprint as fingerprints
-from pipeline.launch.engine import engine
-from pipeline.launch.fingerprint import fingerprint, whole_identity
-from pipeline.launch.lock import held
-from pipeline.launch.machine import Machine
-from pipeline.launch.placement import place
+from pipeline.hardware import network
+from pipeline.hardware.machine import Machine
+from pipeline.hardware.placement import place
+from pipeline.launch.node import resolve_num_nodes
+from pipeline.runs import identity as fingerprints
+from pipeline.runs.identity import fingerprint, whole_identity
+from pipeline.runs.lock import run_lock
 from tests.conftest import Experiment, settings
 
 NO_GPU = Machine([], 0, "a cpu", True)
@@ -88,9 +89,9 @@ def test_the_fingerprint_follows_from_identity_data_and_source(monkeypatch: pyte
 
 
 def test_a_lock_that_a_living_process_holds_is_refused_at_once(tmp_path: Path) -> None:
-    with held(tmp_path / "lock"):
+    with run_lock(tmp_path / "lock"):
         started_at = time.monotonic()
-        with pytest.raises(MachineError, match=rf"running already, on .* as process {os.getpid()} since"), held(tmp_path / "lock"):
+        with pytest.raises(MachineError, match=rf"running already, on .* as process {os.getpid()} since"), run_lock(tmp_path / "lock"):
             pass
         assert time.monotonic() - started_at < 1
 
@@ -103,7 +104,7 @@ def test_a_lock_whose_launcher_is_dead_is_waited_for(tmp_path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         process = subprocess.Popen(["sleep", "1.5"], pass_fds=(file.fileno(),))
     started_at = time.monotonic()
-    with held(path):
+    with run_lock(path):
         assert time.monotonic() - started_at > 1
     process.wait()
 
@@ -126,13 +127,13 @@ def test_an_engine_is_believed_or_told_what_is_missing() -> None:
 
 def test_several_machines_without_a_leader_are_refused_with_the_two_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"pipeline lead dvc repro.*pipeline join HOST.*nodes: 1"):
-        crew.spread(config(dist__nodes=2))
-    monkeypatch.setenv("LOCKSTEP_MEETING", "127.0.0.1:1")
+        resolve_num_nodes(config(dist__nodes=2))
+    monkeypatch.setenv("LOCKSTEP_STORE", "127.0.0.1:1")
     monkeypatch.setenv("LOCKSTEP_NODES", "2")
-    assert crew.spread(config()).dist.nodes == 2
+    assert resolve_num_nodes(config()).dist.nodes == 2
     monkeypatch.setenv("LOCKSTEP_NODES", "3")
     with pytest.raises(ConfigError, match=r"2 ranks cannot be spread evenly over 3 machines"):
-        crew.spread(config())
+        resolve_num_nodes(config())
 
 
 def test_an_address_is_a_host_with_the_usual_port_or_its_own() -> None:

@@ -62,7 +62,7 @@ def digest(experiment: Experiment) -> str:
 
 
 def ranks_below(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return [one for one in psutil.Process(process.pid).children(recursive=True) if "pipeline.training.rank" in one.cmdline()[1:4]]
+    return [one for one in psutil.Process(process.pid).children(recursive=True) if "pipeline.training.train_rank" in one.cmdline()[1:4]]
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,7 @@ def warned_once(said: str) -> None:
 @pytest.mark.parametrize("when", ["start", "middle", "end"])
 @pytest.mark.fault(16, "a real server: not there at the start; SIGKILLed in the middle; SIGKILLed at the end; started again, sync")
 def test_a_server_that_is_down_costs_nothing_and_sync_makes_it_whole(
-    unhurt: Experiment, experiment: Experiment, when: str, tmp_path: Path, record_property: Note
+    baseline: Experiment, experiment: Experiment, when: str, tmp_path: Path, record_property: Note
 ) -> None:
     experiment.set(**LONGER).run("prepare")
     server = Server(tmp_path / "server")
@@ -83,7 +83,7 @@ def test_a_server_that_is_down_costs_nothing_and_sync_makes_it_whole(
         server.start()
     process = experiment.start("train", MLFLOW_TRACKING_URI=server.uri)
     if when != "start":
-        wait_for_step(experiment, 60 if when == "middle" else experiment_steps(unhurt), process)
+        wait_for_step(experiment, 60 if when == "middle" else experiment_steps(baseline), process)
         server.kill()
     said, late = late_seconds(experiment, process)
     warned_once(said)
@@ -98,15 +98,15 @@ def test_a_server_that_is_down_costs_nothing_and_sync_makes_it_whole(
         held = in_mlflow(server.uri, tag_of(experiment))
     finally:
         server.kill()
-    assert held == in_mlflow(f"sqlite:///{unhurt.folder / 'mlflow.db'}", tag_of(unhurt))
-    same_figures(experiment, unhurt)
-    record_property("happened", f"down at the {when}: exit 0, {late:.1f} s late, one warning; after sync the same as unhurt, FINISHED")
+    assert held == in_mlflow(f"sqlite:///{baseline.folder / 'mlflow.db'}", tag_of(baseline))
+    same_figures(experiment, baseline)
+    record_property("happened", f"down at the {when}: exit 0, {late:.1f} s late, one warning; after sync the same as baseline, FINISHED")
 
 
 @pytest.mark.parametrize("mode", ["hole", "slow", "500", "liar"])
 @pytest.mark.fault(17, "behind a proxy the server is black-holed, slow (3 s a call), answers 500, or says yes and keeps nothing")
 def test_a_bad_server_makes_the_exit_late_by_ten_seconds_at_most(
-    unhurt: Experiment, experiment: Experiment, server: Server, mode: str, record_property: Note
+    baseline: Experiment, experiment: Experiment, server: Server, mode: str, record_property: Note
 ) -> None:
     experiment.set(**LONGER).run("prepare")
     proxy = Proxy(server.uri)
@@ -120,9 +120,9 @@ def test_a_bad_server_makes_the_exit_late_by_ten_seconds_at_most(
     proxy.mode = "pass"
     assert "MLflow has all of it" in experiment.run("sync", MLFLOW_TRACKING_URI=proxy.uri)
     proxy.close()
-    assert in_mlflow(server.uri, tag_of(experiment)) == in_mlflow(f"sqlite:///{unhurt.folder / 'mlflow.db'}", tag_of(unhurt))
-    same_figures(experiment, unhurt)
-    record_property("happened", f"{mode}: exit 0, {late:.1f} s late, one warning; after sync the same as unhurt")
+    assert in_mlflow(server.uri, tag_of(experiment)) == in_mlflow(f"sqlite:///{baseline.folder / 'mlflow.db'}", tag_of(baseline))
+    same_figures(experiment, baseline)
+    record_property("happened", f"{mode}: exit 0, {late:.1f} s late, one warning; after sync the same as baseline")
 
 
 @pytest.mark.fault(17, "a real server that refuses this name with 403")
@@ -156,7 +156,7 @@ def test_a_full_disk_of_mlflows_is_waited_for(experiment: Experiment, small_disk
 @pytest.mark.fault(2, "SIGKILL of everything at once: launcher, torchrun, ranks, mirror")
 @pytest.mark.fault(18, "SIGKILL of everything at once: MLflow says RUNNING; then sync, or the next start")
 def test_after_a_power_cut_mlflow_is_told_the_truth_and_the_run_goes_on(
-    unhurt: Experiment, experiment: Experiment, record_property: Note
+    baseline: Experiment, experiment: Experiment, record_property: Note
 ) -> None:
     experiment.set(**LONGER).run("prepare")
     for step in (40, 120):
@@ -179,5 +179,5 @@ def test_after_a_power_cut_mlflow_is_told_the_truth_and_the_run_goes_on(
     experiment.run("train")
     assert status(experiment)["outcome"] == "done"
     assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
-    same_figures(experiment, unhurt)
+    same_figures(experiment, baseline)
     record_property("happened", "sync says KILLED; the next start goes on in the same run, bit-equal, FINISHED")

@@ -46,7 +46,7 @@ def fresh_ranks(process: subprocess.Popen[str], old: list[psutil.Process], count
 
 @pytest.mark.fault(1, "SIGKILL of rank 1; later again, with rank 0 stopped so that it cannot notice")
 def test_the_peers_of_a_killed_rank_stop_within_ten_seconds_and_all_start_again(
-    unhurt: Experiment, experiment: Experiment, record_property: Note
+    baseline: Experiment, experiment: Experiment, record_property: Note
 ) -> None:
     experiment.set(**LONGER).run("prepare")
     process = experiment.start("train")
@@ -65,14 +65,14 @@ def test_the_peers_of_a_killed_rank_stop_within_ten_seconds_and_all_start_again(
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 0, said
     assert len(re.findall(r"rank 1 was ended by SIGKILL in step \d+; starting again from .*safetensors", said)) == 2
-    same_figures(experiment, unhurt)
+    same_figures(experiment, baseline)
     assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
     record_property("happened", f"peers gone after {took[0]:.1f} and {took[1]:.1f} s, started again, bit-equal, one MLflow run")
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.fault(28, "ten SIGKILLs of ranks in one run, three of them while it resumed, at an epoch's end and at the last step")
-def test_ten_kills_cost_no_bit_and_no_epoch(unhurt: Experiment, experiment: Experiment, record_property: Note) -> None:
+def test_ten_kills_cost_no_bit_and_no_epoch(baseline: Experiment, experiment: Experiment, record_property: Note) -> None:
     experiment.set(**LONGER).run("prepare")
     process = experiment.start("train")
     old: list[psutil.Process] = []
@@ -86,7 +86,7 @@ def test_ten_kills_cost_no_bit_and_no_epoch(unhurt: Experiment, experiment: Expe
     assert process.returncode == 0, said
     assert said.count("; starting again from ") == 10, said
     assert "SIGTERM" not in said, "torchrun's own signal is no cause"
-    same_figures(experiment, unhurt)
+    same_figures(experiment, baseline)
     record_property("happened", "ten restarts, bit-equal, every figure once")
 
 
@@ -187,7 +187,7 @@ def test_a_nan_on_one_rank_stops_all_before_the_update_and_its_samples_are_writt
 
 
 @pytest.mark.fault(3, "SIGTERM to torchrun")
-def test_a_sigterm_to_torchrun_stops_all_ranks_at_one_step(unhurt: Experiment, experiment: Experiment, record_property: Note) -> None:
+def test_a_sigterm_to_torchrun_stops_all_ranks_at_one_step(baseline: Experiment, experiment: Experiment, record_property: Note) -> None:
     experiment.set(**LONGER).run("prepare")
     process = experiment.start("train")
     wait_for_step(experiment, 60, process)
@@ -200,5 +200,5 @@ def test_a_sigterm_to_torchrun_stops_all_ranks_at_one_step(unhurt: Experiment, e
     assert Path(status(experiment)["checkpoint"]).name == f"step-{status(experiment)['step']:08d}.safetensors"
     assert [run.info.status for run in mlflow_runs(experiment)] == ["KILLED"]
     experiment.run("train")
-    same_figures(experiment, unhurt)
+    same_figures(experiment, baseline)
     record_property("happened", "exit 75, saved, no orphan, KILLED; went on bit-equal")

@@ -28,10 +28,10 @@ from pipeline import evaluate
 from pipeline.__main__ import check_names
 from pipeline.config import Config, ConfigError, DataError, MachineError, load
 from pipeline.data import fashion_mnist, store
-from pipeline.files import Paths, write_sealed
-from pipeline.launch.mirroring import address
+from pipeline.files import Paths, write_checksummed_json
 from pipeline.tracking.journal import Journal
-from pipeline.training.checkpoint import read_index
+from pipeline.tracking.mirror_process import address
+from pipeline.training.checkpoint import read_or_rebuild_index
 from tests.conftest import ROOT, Experiment, settings
 
 # In an address it is written as p%40ss%2Fs3cret, or by mistake as it is.
@@ -106,9 +106,9 @@ def test_a_receipt_that_names_no_run_is_refused(name: object, tmp_path: Path) ->
 def test_a_list_of_checkpoints_that_names_a_file_elsewhere_is_not_believed(key: str, tmp_path: Path) -> None:
     entry = {"step": 1, "file": "../precious", "sha256": ""}
     index = {"checkpoints": []} | {key: [entry] if key == "checkpoints" else entry}
-    write_sealed(tmp_path / "index.json", index)
+    write_checksummed_json(tmp_path / "index.json", index)
     with pytest.raises(MachineError, match="no good checkpoint is left"):
-        read_index(tmp_path)
+        read_or_rebuild_index(tmp_path)
 
 
 def evil_program(path: Path, ran: Path) -> None:

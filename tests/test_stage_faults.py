@@ -72,7 +72,7 @@ def interrupted(process: subprocess.Popen[str], times: int) -> tuple[int, str]:
 @pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
 @pytest.mark.fault(4, "SIGINT to prepare while it writes, to train in mid-epoch, to evaluate as its ranks begin: once each; twice each")
 def test_an_interrupted_stage_leaves_nothing_half_written_and_can_be_run_again(
-    unhurt: Experiment, experiment: Experiment, times: int, record_property: Note
+    baseline: Experiment, experiment: Experiment, times: int, record_property: Note
 ) -> None:
     # So much that there is time to interrupt it.
     process = experiment.set(data__name="synthetic:60000").start("prepare")
@@ -88,7 +88,7 @@ def test_an_interrupted_stage_leaves_nothing_half_written_and_can_be_run_again(
     assert not psutil.wait_procs(children, timeout=5)[1]
     assert not (experiment.folder / "models").exists()
     experiment.run("train")
-    same_figures(experiment, unhurt)
+    same_figures(experiment, baseline)
     process = experiment.start("evaluate")
     while not ranks_of(process, "examine"):
         assert process.poll() is None
@@ -103,7 +103,7 @@ def test_an_interrupted_stage_leaves_nothing_half_written_and_can_be_run_again(
 
 @pytest.mark.slow
 @pytest.mark.fault(19, "two jobs at once on one machine, one of them on three ranks")
-def test_two_jobs_at_once_do_not_join_each_other(unhurt: Experiment, tmp_path: Path, record_property: Note) -> None:
+def test_two_jobs_at_once_do_not_join_each_other(baseline: Experiment, tmp_path: Path, record_property: Note) -> None:
     jobs = []
     for number in (2, 3):
         folder = tmp_path / str(number)
@@ -115,14 +115,14 @@ def test_two_jobs_at_once_do_not_join_each_other(unhurt: Experiment, tmp_path: P
         said, _ = process.communicate(timeout=280)
         assert process.returncode == 0, said
     for job in jobs:
-        same_figures(job, unhurt)
+        same_figures(job, baseline)
     record_property("happened", "both done, both with the bits of the one left alone")
 
 
 @pytest.mark.slow
 @pytest.mark.fault(20, "a second start from another pid and host namespace, as from another container; then a stale lock")
 def test_a_second_run_from_another_container_is_refused_and_a_stale_lock_is_none(
-    unhurt: Experiment, experiment: Experiment, record_property: Note
+    baseline: Experiment, experiment: Experiment, record_property: Note
 ) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can open namespaces")
@@ -142,7 +142,7 @@ def test_a_second_run_from_another_container_is_refused_and_a_stale_lock_is_none
     process.communicate()
     assert (experiment.run_folder / "lock").read_text()
     experiment.run("train")
-    same_figures(experiment, unhurt)
+    same_figures(experiment, baseline)
     record_property("happened", f"refused in {seconds:.1f} s with host, pid and start; the lock of the killed one is taken over, bit-equal")
 
 
@@ -191,7 +191,7 @@ def test_another_experiment_has_another_run_and_no_checkpoint_of_this_one(experi
 
 @pytest.mark.slow
 @pytest.mark.fault(26, "the clock an hour ahead, and then an hour back, in mid-training")
-def test_a_jumping_clock_changes_nothing(unhurt: Experiment, experiment: Experiment, record_property: Note) -> None:
+def test_a_jumping_clock_changes_nothing(baseline: Experiment, experiment: Experiment, record_property: Note) -> None:
     if shutil.which("gcc") is None:
         pytest.skip("needs gcc")
     (experiment.folder / "clock.c").write_text(CLOCK)
@@ -210,7 +210,7 @@ def test_a_jumping_clock_changes_nothing(unhurt: Experiment, experiment: Experim
     ats = [line["at"] for line in experiment.journal("metrics")]
     assert max(ats) - min(ats) > 3_600_000, "the clock did not jump"
     assert experiment.json("models/receipt.json")["elapsed_seconds"] < 600
-    same_figures(experiment, unhurt)
+    same_figures(experiment, baseline)
     record_property("happened", "no timeout, no restart, bit-equal; the receipt's seconds are the true ones")
 
 

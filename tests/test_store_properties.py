@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from pipeline.config import MachineError
-from pipeline.training.checkpoint import INDEX, Checkpoints, checked, read_index, weights_sha256
-from tests.test_checkpoint import Alone
+from pipeline.runs.checkpoints import intact
+from pipeline.training.checkpoint import INDEX, Checkpoints, read_or_rebuild_index, weights_sha256
+from tests.test_checkpoint import SingleNode
 
 # The same examples in every run; a machine that is busy is no failure.
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=100)
@@ -30,7 +31,7 @@ class Training:
     def __init__(self, home: Path, keep: int):
         self._model = nn.Linear(2, 2)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1, momentum=0.9)
-        self._checkpoints = Checkpoints(home, keep, Alone())
+        self._checkpoints = Checkpoints(home, keep, SingleNode())
         self.step = self._checkpoints.restore(self._model, self._optimizer)
 
     @property
@@ -84,7 +85,7 @@ class Store:
         assert self.training.step == 0
 
     def listed(self) -> list[str]:
-        return [entry["file"] for entry in read_index(self.home)["checkpoints"]]
+        return [entry["file"] for entry in read_or_rebuild_index(self.home)["checkpoints"]]
 
     def good(self) -> list[str]:
         """The listed files that are as they were written, from old to new."""
@@ -95,7 +96,7 @@ class Store:
         before = [name for name in self.good() if self.written[name][0] <= self.training.step]
         self.draws += 1
         self.training.save(steps, self.draws)
-        entry = read_index(self.home)["checkpoints"][-1]
+        entry = read_or_rebuild_index(self.home)["checkpoints"][-1]
         assert entry["step"] == self.training.step
         self.written[entry["file"]] = self.training.step, (self.home / entry["file"]).read_bytes(), self.training.state
         after = self.listed()
@@ -110,9 +111,9 @@ class Store:
         digest = self.training.save_best(accuracy)
         if self.best is None or accuracy > self.best[1] or self.training.step == self.best[0]:
             self.best = self.training.step, accuracy
-            best = read_index(self.home)["best"]
+            best = read_or_rebuild_index(self.home)["best"]
             assert weights_sha256(load_file(self.home / best["file"])) == digest
-        best = read_index(self.home)["best"]
+        best = read_or_rebuild_index(self.home)["best"]
         assert (best["step"], best["accuracy"]) == self.best
 
     def damage(self, which: int, how: tuple[str, float]) -> None:
@@ -130,8 +131,8 @@ class Store:
             self.start_again()
             return
         self.training = Training(self.home, self.keep)
-        best = read_index(self.home).get("best")
-        if best and checked(self.home, best) is None:
+        best = read_or_rebuild_index(self.home).get("best")
+        if best and intact(self.home, best, print) is None:
             # From before it, if that can be, the best model comes about again.
             good = [name for name in good if self.written[name][0] < best["step"]] or good
         step, _, state = self.written[good[-1]] if good else (0, b"", None)
@@ -140,7 +141,7 @@ class Store:
 
     def look(self) -> None:
         """Nothing is there but the index and what it lists."""
-        index = read_index(self.home)
+        index = read_or_rebuild_index(self.home)
         steps = [entry["step"] for entry in index["checkpoints"]]
         assert steps == sorted(set(steps))
         best = [index["best"]["file"]] if self.best else []
@@ -185,7 +186,7 @@ def test_a_damaged_index_costs_no_good_checkpoint(
             saved[training.step] = training.state
         training.save_best(0.5)
         good = {}
-        for position, entry in enumerate(read_index(home)["checkpoints"]):
+        for position, entry in enumerate(read_or_rebuild_index(home)["checkpoints"]):
             if position in files:
                 damage(home / entry["file"], *files[position])
             else:

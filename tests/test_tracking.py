@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.tracking import receipt
 from pipeline.tracking.journal import Journal, Tail, last, read
-from pipeline.tracking.mirrored import read_state
+from pipeline.tracking.mirror_state import read_state
 from tests.conftest import ROOT, Experiment
 
 

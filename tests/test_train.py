@@ -18,9 +18,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.fault(3, "SIGTERM to train, SIGINT to it, SIGTERM to one rank")
 @pytest.mark.fault(21, "ordered: stopped on 2, 3 and 1 ranks, ended on 2")
-def test_stopped_anywhere_and_resumed_on_other_ranks_it_ends_with_the_same_bits(unhurt: Experiment, experiment: Experiment) -> None:
+def test_stopped_anywhere_and_resumed_on_other_ranks_it_ends_with_the_same_bits(baseline: Experiment, experiment: Experiment) -> None:
     experiment.set(**LONGER).run("prepare")
-    total = experiment_steps(unhurt)
+    total = experiment_steps(baseline)
     # In the middle of an epoch, by the launcher's SIGTERM; near its end, by Ctrl-C; in the last epoch, by a SIGTERM to one rank.
     for world_size, step, to_rank in ((2, total // 8, False), (3, total // 2, False), (1, total - 20, True)):
         experiment.set(**LONGER, dist__world_size=world_size, dist__batch_size_per_gpu=96 // world_size)
@@ -39,42 +39,42 @@ def test_stopped_anywhere_and_resumed_on_other_ranks_it_ends_with_the_same_bits(
         assert [run.info.status for run in mlflow_runs(experiment)] == ["KILLED"]
     experiment.set(**LONGER)
     experiment.run("train")
-    assert weights(experiment) == weights(unhurt)
+    assert weights(experiment) == weights(baseline)
     assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
-    same_figures(experiment, unhurt)
+    same_figures(experiment, baseline)
 
 
-def test_a_killed_rank_costs_a_restart_and_not_one_bit(unhurt: Experiment, experiment: Experiment) -> None:
+def test_a_killed_rank_costs_a_restart_and_not_one_bit(baseline: Experiment, experiment: Experiment) -> None:
     experiment.set(**LONGER).run("prepare")
     process = experiment.start("train")
-    wait_for_step(experiment, experiment_steps(unhurt) * 3 // 8, process)
+    wait_for_step(experiment, experiment_steps(baseline) * 3 // 8, process)
     victim = ranks_of(process)[1]
     os.kill(victim.pid, signal.SIGKILL)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 0, said
     assert "rank 1 was ended by SIGKILL in step " in said
-    assert weights(experiment) == weights(unhurt)
-    same_figures(experiment, unhurt)
+    assert weights(experiment) == weights(baseline)
+    same_figures(experiment, baseline)
     assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
 
 
-def test_a_killed_launcher_leaves_no_orphan_and_the_next_start_goes_on(unhurt: Experiment, experiment: Experiment) -> None:
+def test_a_killed_launcher_leaves_no_orphan_and_the_next_start_goes_on(baseline: Experiment, experiment: Experiment) -> None:
     experiment.set(**LONGER).run("prepare")
     process = experiment.start("train")
-    wait_for_step(experiment, experiment_steps(unhurt) // 2, process)
+    wait_for_step(experiment, experiment_steps(baseline) // 2, process)
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.communicate(timeout=30)
     # At once: its ranks are still saving, and its mirror is still sending.
     experiment.run("train")
     assert not psutil.wait_procs(children, timeout=1)[1]
-    assert weights(experiment) == weights(unhurt)
+    assert weights(experiment) == weights(baseline)
     assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
-    same_figures(experiment, unhurt)
+    same_figures(experiment, baseline)
 
 
 @pytest.mark.fault(27, "SIGKILL of train between its receipt and its outs")
-def test_a_launcher_killed_while_it_publishes_leaves_nothing_out_for_good(unhurt: Experiment, experiment: Experiment) -> None:
+def test_a_launcher_killed_while_it_publishes_leaves_nothing_out_for_good(baseline: Experiment, experiment: Experiment) -> None:
     experiment.set(**LONGER).run("prepare")
     process = experiment.start("train")
     while not list((experiment.folder / "runs").glob("*/receipt.json")):
@@ -83,7 +83,7 @@ def test_a_launcher_killed_while_it_publishes_leaves_nothing_out_for_good(unhurt
     process.kill()
     process.communicate(timeout=30)
     assert "finished already" not in experiment.run("train")
-    same_figures(experiment, unhurt)
+    same_figures(experiment, baseline)
     (run,) = mlflow_runs(experiment)
     assert run.info.status == "FINISHED"
     assert run.data.tags["lockstep.weights_sha256"] == weights(experiment)
@@ -103,16 +103,16 @@ def test_a_second_signal_ends_it_at_once(experiment: Experiment) -> None:
     assert not psutil.wait_procs(children, timeout=5)[1]
 
 
-def test_the_same_experiment_on_another_placement_is_recognised_in_seconds(unhurt: Experiment) -> None:
-    before = (unhurt.folder / "models/receipt.json").read_bytes()
-    unhurt.set(**LONGER, dist__world_size=4, dist__batch_size_per_gpu=24)
+def test_the_same_experiment_on_another_placement_is_recognised_in_seconds(baseline: Experiment) -> None:
+    before = (baseline.folder / "models/receipt.json").read_bytes()
+    baseline.set(**LONGER, dist__world_size=4, dist__batch_size_per_gpu=24)
     started_at = time.monotonic()
-    said = unhurt.run("train")
+    said = baseline.run("train")
     assert time.monotonic() - started_at < 5
     assert "finished already, published again" in said
-    assert (unhurt.folder / "models/receipt.json").read_bytes() == before
-    assert len(mlflow_runs(unhurt)) == 1
-    unhurt.set(**LONGER)
+    assert (baseline.folder / "models/receipt.json").read_bytes() == before
+    assert len(mlflow_runs(baseline)) == 1
+    baseline.set(**LONGER)
 
 
 @pytest.mark.fault(20, "a second start beside the first")

@@ -11,23 +11,24 @@ import psutil
 import pytest
 
 from pipeline.launch import watchdog
-from pipeline.launch.failure import HUNG, Failure, Patience
+from pipeline.launch.failures import HUNG, Failure
+from pipeline.launch.restarts import RestartPolicy
 from pipeline.launch.watchdog import Watchdog
 from tests.conftest import LONGER, ROOT, Experiment
 from tests.trainings import same_figures, wait_for_step
 
 Note = Callable[[str, object], None]
-# A process with a rank's pulse, and with nothing else of it: in a step, `computing`, `waiting` or `finishing`, and no further.
+# A process with a rank's heartbeat, and with nothing else of it: in a step, `computing`, `waiting` or `finishing`, and no further.
 RANK = """
 import sys, time
 from pathlib import Path
-from pipeline.pulse import Pulse
+from pipeline.heartbeat import Heartbeat
 folder, doing, step = Path(sys.argv[1]), *sys.argv[2:]
-pulse = Pulse(folder)
-pulse.seated(int(folder.name))
-pulse.computing(int(step))
+heartbeat = Heartbeat(folder)
+heartbeat.seated(int(folder.name))
+heartbeat.computing(int(step))
 if doing != "computing":
-    getattr(pulse, doing)()
+    getattr(heartbeat, doing)()
 time.sleep(100)
 """
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -42,7 +43,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         folder = tmp_path / "job" / "attempt_0" / str(local)
         folder.mkdir(parents=True)
         started.append(subprocess.Popen([sys.executable, "-c", RANK, str(folder), doing, str(step)], cwd=ROOT))
-        while not (folder / "pulse").exists():
+        while not (folder / "heartbeat").exists():
             time.sleep(0.01)
         return started[-1]
 
@@ -96,7 +97,7 @@ def test_a_rank_that_waits_for_another_machine_is_no_cause_and_can_be_ended(star
     processes = [start(0, "waiting", 7), start(1, "waiting", 7)]
     dog = Watchdog(tmp_path, 2, True, 1.0, lambda _: None)
     failure = verdict(dog)
-    assert failure.waiting and failure.secondhand
+    assert failure.waiting and failure.is_consequence
     assert "waits in step 7 for another machine's" in failure.cause
     dog.kill_ranks()
     assert [process.wait(5) for process in processes] == [-9, -9]
@@ -131,7 +132,7 @@ def test_a_machine_that_only_leaves_waits_for_the_one_that_writes_the_model(
 
 @pytest.mark.slow
 @pytest.mark.fault(5, "the whole job stopped for 8 s, as by `docker pause`, with a timeout of 5 s")
-def test_a_job_that_slept_as_a_whole_goes_on(unhurt: Experiment, experiment: Experiment, record_property: Note) -> None:
+def test_a_job_that_slept_as_a_whole_goes_on(baseline: Experiment, experiment: Experiment, record_property: Note) -> None:
     experiment.set(**LONGER, dist__timeout_seconds=5).run("prepare")
     process = experiment.start("train")
     wait_for_step(experiment, 30, process)
@@ -145,7 +146,7 @@ def test_a_job_that_slept_as_a_whole_goes_on(unhurt: Experiment, experiment: Exp
     assert process.returncode == 0, said
     assert "starting again" not in said
     assert "stands still" not in said
-    same_figures(experiment, unhurt)
+    same_figures(experiment, baseline)
     record_property("happened", "no timeout, no restart, bit-equal")
 
 
@@ -154,27 +155,27 @@ def lost(step: int, exit_code: int = -9, host: str | None = None) -> Failure:
 
 
 def test_a_job_that_gets_on_is_started_again_without_end() -> None:
-    patience = Patience()
-    assert [patience.spent(lost(step)) for step in range(0, 200, 2)] == [None] * 100
+    patience = RestartPolicy()
+    assert [patience.reason_to_stop(lost(step)) for step in range(0, 200, 2)] == [None] * 100
 
 
 def test_three_starts_that_got_no_further_are_enough() -> None:
-    patience = Patience()
-    assert [patience.spent(lost(step)) for step in (30, 20, 30)] == [None] * 3
-    assert patience.spent(lost(10)) == "3 starts in a row got no further than step 30"
-    assert patience.spent(lost(31)) is None, "it got further after all"
-    assert [patience.spent(lost(31)) for _ in range(2)] == [None] * 2
+    patience = RestartPolicy()
+    assert [patience.reason_to_stop(lost(step)) for step in (30, 20, 30)] == [None] * 3
+    assert patience.reason_to_stop(lost(10)) == "3 starts in a row got no further than step 30"
+    assert patience.reason_to_stop(lost(31)) is None, "it got further after all"
+    assert [patience.reason_to_stop(lost(31)) for _ in range(2)] == [None] * 2
 
 
 def test_another_machines_failures_are_counted_apart() -> None:
-    patience = Patience()
-    assert [patience.spent(lost(30, host=host)) for host in (None, "b", None, "b", None)] == [None] * 5
-    assert patience.spent(lost(30, host="b")) == "3 starts in a row got no further than step 30"
+    patience = RestartPolicy()
+    assert [patience.reason_to_stop(lost(30, host=host)) for host in (None, "b", None, "b", None)] == [None] * 5
+    assert patience.reason_to_stop(lost(30, host="b")) == "3 starts in a row got no further than step 30"
 
 
 def test_a_step_that_fails_twice_from_within_is_enough() -> None:
-    patience = Patience()
-    assert patience.spent(lost(12, exit_code=1)) is None
-    assert patience.spent(lost(11, exit_code=1)) is None
-    assert patience.spent(lost(12, exit_code=-11)) == "step 12 has failed twice"
-    assert Patience().spent(lost(12, exit_code=-9)) is None
+    patience = RestartPolicy()
+    assert patience.reason_to_stop(lost(12, exit_code=1)) is None
+    assert patience.reason_to_stop(lost(11, exit_code=1)) is None
+    assert patience.reason_to_stop(lost(12, exit_code=-11)) == "step 12 has failed twice"
+    assert RestartPolicy().reason_to_stop(lost(12, exit_code=-9)) is None

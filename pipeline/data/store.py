@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.config import Config, DataError, digest
 from pipeline.data import Split
-from pipeline.files import check_room, whole_folder
+from pipeline.files import atomic_folder, check_room
 
 MANIFEST = "manifest.json"
 
@@ -47,7 +47,7 @@ def write(folder: Path, made_for: dict[str, str | int | float | None], splits: d
     for split_name, split in splits.items():
         _check(f"{name}, {split_name}", split, class_names)
     _check_together(name, splits, class_names)
-    with whole_folder(folder) as scratch:
+    with atomic_folder(folder) as scratch:
         check_room(scratch, sum(array.nbytes for split in splits.values() for array in split))
         sha256s: dict[str, str] = {}
         for split_name, split in splits.items():

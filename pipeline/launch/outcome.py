@@ -1,56 +1,20 @@
 """How a run ended: judged from the journal and from torchrun, written down for programs, said once for people."""
 
-import json
-import os
 import shutil
 import signal
-import socket
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 from pipeline.config import Config, MachineError, PeerError
-from pipeline.files import write_whole
 from pipeline.job import Job
-from pipeline.launch.failure import Failure, Watch
-from pipeline.launch.torchrun import FINAL_EXITS, RETURN_SECONDS
+from pipeline.launch.failures import Failure, LaunchResult
+from pipeline.launch.supervisor import FINAL_EXITS, RETURN_SECONDS
+from pipeline.runs.status import INTERRUPTED, STOPPED, TERMINATED, Outcome
 from pipeline.tracking import journal
 
 LITTLE_BYTES = 1 << 20
-STOPPED, INTERRUPTED, TERMINATED = 75, 130, 143
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What status.json holds."""
-
-    outcome: str
-    exit_code: int | None
-    cause: str
-    rank: int | None
-    step: int
-    checkpoint: str | None
-    command: str
-    # Whose it was while it ran: a kill -9 of everything leaves this behind.
-    process: str | None = None
-
-    def write(self, run: Path) -> None:
-        """For other programs: DVC and torchrun swallow exit codes."""
-        content = (json.dumps(asdict(self), indent=2) + "\n").encode()
-        try:
-            write_whole(run / "status.json", content)
-        except OSError:
-            # The disk is full, and this is what must be said: in the place of the old one there is room for it.
-            with (run / "status.json").open("r+b") as file:
-                file.write(content)
-                file.truncate()
-
-
-def running(run: Path, step: int, command: str) -> None:
-    """Until there is an ending, by whom, and how to go on."""
-    Outcome("running", None, "", None, step, None, command, f"{os.getpid()} on {socket.gethostname()}").write(run)
-
-
-def judge(watch: Watch, job: Job, checkpoint: str | None, command: str) -> Outcome:
+def judge(watch: LaunchResult, job: Job, checkpoint: str | None, command: str) -> Outcome:
     """What became of the last start in this run's journal."""
     run = job.run
     end = journal.last(job.journal, "started", "finished", "stopped")
@@ -75,7 +39,7 @@ def judge(watch: Watch, job: Job, checkpoint: str | None, command: str) -> Outco
         return ended("machine", MachineError.exit_code, f"{run}: the disk is full, and torchrun died of it; make room")
     if silent:
         return ended("failed", PeerError.exit_code, f"torchrun ended with {watch.exit_code} and no word from a rank; see {run / 'logs'}")
-    failure = watch.first_cause()
+    failure = watch.root_cause()
     step = max(step, failure.step)
     if failure.out_of_memory:
         return ended("machine", MachineError.exit_code, describe(failure, job.config), failure.rank)
@@ -116,18 +80,10 @@ def describe(failure: Failure, config: Config) -> str:
     if failure.out_of_memory:
         size = f"lower dist.batch_size_per_gpu ({config.dist.batch_size_per_gpu}) or raise dist.accumulation ({config.dist.accumulation})"
         return f"{who} ran out of memory{when}; {size} and dist.lanes ({config.dist.lanes}), or give it more memory"
-    if failure.secondhand:
+    if failure.is_consequence:
         return f"{who} lost its connection to another rank{when}"
     if failure.exit_code == 0:
         return f"{who} was lost{when}"
     if failure.signal:
         return f"{who} was ended by {failure.signal}{when}"
     return f"{who} failed{when}: {failure.cause or f'exit code {failure.exit_code}'}"
-
-
-def message(outcome: Outcome) -> str:
-    """The one line for people: what, where, what to do."""
-    if outcome.outcome in ("configuration", "data", "machine"):
-        return outcome.cause
-    kept = f" Kept: {outcome.checkpoint}." if outcome.checkpoint else ""
-    return f"{outcome.cause}.{kept}" + (f" To go on: {outcome.command}" if outcome.command else "")

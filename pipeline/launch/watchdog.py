@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.launch.failure import HUNG, Failure, folder_of, newest_attempt, sign_of
-from pipeline.pulse import AT_WORK, COMPUTING, FINISHING, LEAVING, Sign
+from pipeline.heartbeat import AT_WORK, COMPUTING, FINISHING, LEAVING, Snapshot
+from pipeline.launch.failures import HUNG, Failure, folder_of, newest_attempt, snapshot_of
 
 LOOK_SECONDS = 0.5
 # How long ranks may outlive one of them, and how long they have to write down their stacks.
@@ -27,9 +27,9 @@ class Watchdog:
     def __init__(self, logs: Path, ranks: int, others: bool, limit_seconds: float, say: Callable[[str], None]):
         self._logs, self._ranks, self._others, self._limit, self._say = logs, ranks, others, limit_seconds, say
         self._looked_at = self._changed_at = self._whole_at = self._window_at = time.monotonic()
-        self._seen: dict[int, Sign] = {}
+        self._seen: dict[int, Snapshot] = {}
         self._warned, self._hung_in = False, -1
-        self._alive: dict[int, Sign] = {}
+        self._alive: dict[int, Snapshot] = {}
         self._behind: dict[int, float] = {}
         self._starved, self._starved_at = _oom_kills(), -60.0
 
@@ -45,7 +45,7 @@ class Watchdog:
             self._changed_at, self._whole_at, self._window_at = self._changed_at + since, self._whole_at + since, self._window_at + since
         self._look_at_memory(now)
         attempt = newest_attempt(self._logs)
-        signs = {local: sign for local in range(self._ranks) if (sign := sign_of(folder_of(self._logs, attempt, local)))}
+        signs = {local: sign for local in range(self._ranks) if (sign := snapshot_of(folder_of(self._logs, attempt, local)))}
         alive = {local: sign for local, sign in signs.items() if self._lives(sign.pid)}
         if signs != self._seen or (signs and not alive):
             self._seen, self._changed_at = signs, now
@@ -75,7 +75,7 @@ class Watchdog:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(sign.pid, signal.SIGKILL)
 
-    def starved(self) -> bool:
+    def oom_killed(self) -> bool:
         """Whether the kernel ended a process for want of memory when a rank was lost."""
         self._look_at_memory(time.monotonic())
         return abs(self._starved_at - self._whole_at) < NEAR_SECONDS
@@ -93,7 +93,7 @@ class Watchdog:
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             return False
 
-    def _late(self, alive: dict[int, Sign]) -> tuple[int | None, str, bool]:
+    def _late(self, alive: dict[int, Snapshot]) -> tuple[int | None, str, bool]:
         """Whom all wait for, in what state it is, and whether it waits itself, as for another machine's."""
         for sign in alive.values():
             if _status(sign.pid) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
@@ -108,7 +108,7 @@ class Watchdog:
             return None, f"no rank gets on in step {last.step}, and all are in the same place", False
         return last.rank, f"rank {last.rank} stands still in step {last.step}", False
 
-    def _hung(self, alive: dict[int, Sign], attempt: int, limit: float) -> Failure:
+    def _hung(self, alive: dict[int, Snapshot], attempt: int, limit: float) -> Failure:
         who, why, waits = self._late(alive)
         states = {sign.pid: _status(sign.pid) for sign in alive.values()}
         for sign in alive.values():
@@ -127,7 +127,7 @@ class Watchdog:
         cause = f"{why}; that was so for {limit:.0f} s (dist.timeout_seconds; raise it if that can be right); {where}"
         return Failure(who, HUNG, cause, attempt, step, waiting=waits)
 
-    def _look_for_slow(self, alive: dict[int, Sign], since: float, now: float) -> None:
+    def _look_for_slow(self, alive: dict[int, Snapshot], since: float, now: float) -> None:
         """Warn once of a rank that the others wait for most of the time."""
         working = [sign for sign in alive.values() if sign.phase == COMPUTING]
         if len(working) == 1 < len(alive):

@@ -37,11 +37,11 @@ class Ddp:
             parameter.grad = None
         rows: list[Tensor] = []
         self._buffers.start()
-        self._ranks.pulse.computing(step)
+        self._ranks.heartbeat.computing(step)
         for lane in self._lanes.own:
             last = lane == self._lanes.own[-1]
             self._buffers.before_lane()
-            self._ranks.pulse.computing()
+            self._ranks.heartbeat.computing()
             with nullcontext() if last else self._ddp.no_sync():
                 loss, row = self._task.forward(self._ddp, step, lane)
                 if last and self._gradients is None:
@@ -57,7 +57,7 @@ class Ddp:
 
     def _waits_after_backward(self, _: Tensor) -> None:
         """Tell that the own part is done, before DDP waits for the others: it queues that later, at the last bucket."""
-        Variable._execution_engine.queue_callback(self._ranks.pulse.waiting)  # pyright: ignore
+        Variable._execution_engine.queue_callback(self._ranks.heartbeat.waiting)  # pyright: ignore
 
 
 class LaneBuffers:

@@ -102,7 +102,7 @@ class LaneGradients:
 
     def __init__(self, lanes: Lanes, ranks: Ranks, parameters: list[Parameter]):
         self._sum = OrderedSum(lanes, ranks)
-        self._lanes, self._device, self._pulse = lanes, ranks.device, ranks.pulse
+        self._lanes, self._device, self._pulse = lanes, ranks.device, ranks.heartbeat
         self._parameters = parameters
         self._index: dict[Tensor, int] = {parameter: index for index, parameter in enumerate(parameters)}
         self._stack: list[Node[list[Tensor]]] = []

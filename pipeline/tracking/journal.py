@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from pipeline.config import MachineError
 
 # The kind of the line that tells of a first checkpoint: whoever finds none then has lost them.
-KEPT = "kept"
+FIRST_CHECKPOINT = "kept"
 
 
 class Writer(Protocol):

@@ -19,8 +19,8 @@ from typing import Any
 from pipeline.files import locked
 from pipeline.tracking.database import opening
 from pipeline.tracking.journal import Tail, last, read
-from pipeline.tracking.mirrored import State, explained, note, read_state, server_of, write_state
-from pipeline.tracking.program import Program
+from pipeline.tracking.mirror_state import State, explained, note, read_state, server_of, write_state
+from pipeline.tracking.mlflow_flavor import Program
 
 log = logging.getLogger(__name__)
 

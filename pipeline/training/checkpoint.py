@@ -16,14 +16,12 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeline.config import MachineError
-from pipeline.files import read_sealed, write_sealed, write_whole
+from pipeline.files import atomic_write, write_checksummed_json
 from pipeline.ranks import Ranks
-from pipeline.tracking.journal import KEPT, last
+from pipeline.runs.checkpoints import INDEX, journal_until, listed, none_left, read_index, usable
+from pipeline.tracking.journal import FIRST_CHECKPOINT, last
 
 log = logging.getLogger(__name__)
-
-INDEX = "index.json"
 
 
 def weights_sha256(tensors: dict[str, Tensor]) -> str:
@@ -93,7 +91,7 @@ class Checkpoints:
         if step == self._saved:
             return False
         before, self._saved = self._saved, step
-        self._ranks.pulse.computing()
+        self._ranks.heartbeat.computing()
         self._ranks.only_first(lambda: self._write(step, before, model, optimizer), None)
         told, self._told = self._told, True
         return not told
@@ -110,11 +108,11 @@ class Checkpoints:
         index = self._index()
         content = packed(tensors, step=str(step), best=json.dumps(index.get("best")))
         file = f"step-{step:08d}.safetensors"
-        write_whole(self._folder / file, content)
+        atomic_write(self._folder / file, content)
         # Not those that were refused when this run went on: they would push out good ones.
         entries = [entry for entry in index["checkpoints"] if entry["step"] < step and (before < 0 or entry["step"] <= before)]
         digest = hashlib.sha256(content).hexdigest()
-        entries.append({"step": step, "file": file, "sha256": digest, "journal": self._journal_until()})
+        entries.append({"step": step, "file": file, "sha256": digest, "journal": journal_until(self._journal)})
         self._write_index(index | {"checkpoints": entries[-self._keep :]})
 
     def _write_best(self, model: nn.Module, step: int, accuracy: float) -> None:
@@ -124,71 +122,42 @@ class Checkpoints:
             return
         content = packed(model.state_dict(), step=str(step), accuracy=repr(accuracy))
         file = f"best-{step:08d}.safetensors"
-        write_whole(self._folder / file, content)
+        atomic_write(self._folder / file, content)
         self._write_index(
             index | {"best": {"step": step, "accuracy": accuracy, "file": file, "sha256": hashlib.sha256(content).hexdigest()}}
         )
 
     def _newest(self) -> bytes:
         index = self._index()
-        self._told = self._journal is not None and bool(last(self._journal, KEPT))
-        if index["checkpoints"] and read_sealed(self._folder / INDEX) is None:
+        self._told = self._journal is not None and bool(last(self._journal, FIRST_CHECKPOINT))
+        if index["checkpoints"] and read_index(self._folder) is None:
             self._write_index(index)
-        best = index.get("best")
-        entries = index["checkpoints"][::-1]
-        if entries and best is not None and checked(self._folder, best) is None:
-            # From before it, where that can be, the best model comes about again; a later one may beat it anyway.
-            entries.sort(key=lambda entry: entry["step"] >= best["step"])
-        for entry in entries:
-            if "journal" in entry and entry["journal"] != self._journal_until(entry["journal"][0]):
-                # Figures are written once: those that are gone come about again only from before them.
-                log.warning("%s does not go with the journal, which has been cut", self._folder / entry["file"])
-                continue
-            content = checked(self._folder, entry)
-            if content is not None:
-                if entry is not index["checkpoints"][-1]:
-                    log.warning("going on from %s", self._folder / entry["file"])
-                return content
-        if index["checkpoints"]:
+        for entry, content in usable(self._folder, index, self._journal, log.warning):
+            if entry is not index["checkpoints"][-1]:
+                log.warning("going on from %s", self._folder / entry["file"])
+            return content
+        if index["checkpoints"] or self._told:
             raise none_left(self._folder, len(index["checkpoints"]))
-        if self._told:
-            raise none_left(self._folder, 0)
         return b""
 
-    def _journal_until(self, size_bytes: int = -1) -> list[Any]:
-        """How long the journal is, or its first part, with the digest of that."""
-        if self._journal is None or not self._journal.exists():
-            return [0, ""]
-        with self._journal.open("rb") as file:
-            content = file.read(size_bytes)
-        return [len(content), hashlib.sha256(content).hexdigest()]
-
     def _index(self) -> dict[str, Any]:
-        return read_index(self._folder)
+        return read_or_rebuild_index(self._folder)
 
     def _write_index(self, index: dict[str, Any]) -> None:
-        write_sealed(self._folder / INDEX, index)
+        write_checksummed_json(self._folder / INDEX, index)
         # Only what the index does not name is removed, and last: a kill anywhere leaves what the index names.
-        listed = {entry["file"] for entry in _listed(index)}
+        kept = {entry["file"] for entry in listed(index)}
         for path in [*self._folder.glob("*.safetensors"), *self._folder.glob(".*.partial")]:
-            if path.name not in listed:
+            if path.name not in kept:
                 path.unlink(missing_ok=True)
 
 
-def none_left(folder: Path, count: int) -> MachineError:
-    """There were checkpoints, and none is good: never a start from nothing that nobody asked for."""
-    of = f" of {count}" if count else ", and the journal tells of some"
-    return MachineError(f"{folder}: no good checkpoint is left{of}; move {folder.parent} away to train from the beginning")
-
-
-def read_index(folder: Path) -> dict[str, Any]:
-    """What is listed: checkpoints from old to new, and the best model; where the list is damaged, what the files say of themselves."""
-    path = folder / INDEX
-    files = sorted(folder.glob("*-*.safetensors"))
-    index = read_sealed(path)
-    # A list from elsewhere may name any file, and what it no longer names is removed.
-    if index is not None and all(Path(entry["file"]).name == entry["file"] for entry in _listed(index)):
+def read_or_rebuild_index(folder: Path) -> dict[str, Any]:
+    """Return the index; if it is damaged or missing, one made from what the files say of themselves."""
+    index = read_index(folder)
+    if index is not None:
         return index
+    files, path = sorted(folder.glob("*-*.safetensors")), folder / INDEX
     if files or path.exists():
         log.warning("%s is damaged or missing; it is made anew from %d files", path, len(files))
     return _index_of(folder, files)
@@ -212,20 +181,6 @@ def _index_of(folder: Path, files: list[Path]) -> dict[str, Any]:
     for entry in entries["step"]:
         best = entry.pop("best") or best
     return {"checkpoints": entries["step"]} | ({"best": best} if best else {})
-
-
-def _listed(index: dict[str, Any]) -> list[dict[str, Any]]:
-    return [*index["checkpoints"], *([index["best"]] if "best" in index else [])]
-
-
-def checked(folder: Path, entry: dict[str, Any]) -> bytes | None:
-    """A listed file's content, or None with a warning where it is not what was written."""
-    path = folder / entry["file"]
-    content = path.read_bytes() if path.exists() else b""
-    if hashlib.sha256(content).hexdigest() == entry["sha256"]:
-        return content
-    log.warning("%s is %s", path, f"damaged: {len(content)} bytes of another SHA-256" if path.exists() else "missing")
-    return None
 
 
 def _laid_out_like(parameter: Tensor, value: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class Evaluation:
         losses: list[Tensor] = []
         counts = torch.zeros(1 + self._num_classes**2, dtype=torch.int64, device=device)
         for images, labels in self._batches:
-            self._ranks.pulse.computing()
+            self._ranks.heartbeat.computing()
             labels = labels.to(device)
             with torch.autocast(device.type, dtype, enabled=dtype is not None):
                 logits = model(self._pixels(images)).float()

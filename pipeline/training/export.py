@@ -1,6 +1,7 @@
 """What a finished training leaves: the best model as plain weights, and as a program that needs none of this code."""
 
 import io
+import logging
 
 import torch
 from safetensors.torch import load
@@ -8,9 +9,12 @@ from torch import Tensor, nn
 
 from pipeline.config import MachineError
 from pipeline.data import store
-from pipeline.files import write_whole
+from pipeline.files import atomic_write
 from pipeline.job import Job
-from pipeline.training.checkpoint import checked, read_index
+from pipeline.runs.checkpoints import intact
+from pipeline.training.checkpoint import read_or_rebuild_index
+
+log = logging.getLogger(__name__)
 
 EXAMPLE_IMAGES = 2
 
@@ -34,8 +38,8 @@ class Classifier(nn.Module):
 
 def export(job: Job, model: nn.Module) -> None:
     """Write `model.safetensors` and `model.pt2` into the run's folder; the model is given its best weights."""
-    best = read_index(job.checkpoints).get("best")
-    content = checked(job.checkpoints, best) if best else None
+    best = read_or_rebuild_index(job.checkpoints).get("best")
+    content = intact(job.checkpoints, best, log.warning) if best else None
     if content is None:
         name = best["file"] if best else "best-*.safetensors"
         raise MachineError(f"{job.checkpoints / name}: is damaged and there is no other; move {job.run} away to train again")
@@ -49,5 +53,5 @@ def export(job: Job, model: nn.Module) -> None:
     # Into memory: on a full disk torch's own writer ends the process.
     packed = io.BytesIO()
     torch.export.save(program, packed)
-    write_whole(job.run / "model.pt2", packed.getvalue())
-    write_whole(job.run / "model.safetensors", content)
+    atomic_write(job.run / "model.pt2", packed.getvalue())
+    atomic_write(job.run / "model.safetensors", content)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeline.files import write_whole
+from pipeline.files import atomic_write
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.ranks import Ranks
 
@@ -22,7 +22,7 @@ class Diverged(RuntimeError):
     exit_code = 5
 
 
-class Guard:
+class NonFiniteGuard:
     """Looks at every gradient after the reduction, when it is the same on all ranks: what one rank decides, all decide.
 
     Nobody waits for the answer. It stays on the device, where the fused optimizers skip their update by it, and it is read
@@ -86,5 +86,5 @@ def write_down(path: Path, task: Task, lanes: Lanes, group: Ranks, samples: Call
     bad = [lane for lane, loss in enumerate(losses) if not math.isfinite(loss)]
     found = [{"lane": lane, "loss": repr(loss), "samples": samples(step, lane).tolist()} for lane, loss in enumerate(losses)]
     values = {"step": step, "lanes_without_a_loss": bad, "lanes": found}
-    group.only_first(lambda: write_whole(path, (json.dumps(values) + "\n").encode()), None)
+    group.only_first(lambda: atomic_write(path, (json.dumps(values) + "\n").encode()), None)
     return f"the loss of lanes {bad} is no number, their samples: {path}" if bad else f"its samples: {path}"

@@ -9,10 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pipeline.parallel import Strategy
-from pipeline.tracking.journal import KEPT, Writer
+from pipeline.tracking.journal import FIRST_CHECKPOINT, Writer
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.evaluation import Result
-from pipeline.training.guard import Guard, finite
+from pipeline.training.guard import NonFiniteGuard, finite
 from pipeline.training.schedule import Schedule
 
 
@@ -39,7 +39,7 @@ class Parts:
 
     strategy: Strategy
     optimizer: Optimizer
-    guard: Guard
+    guard: NonFiniteGuard
     schedule: Schedule
     checkpoints: Checkpoints
     journal: Writer
@@ -78,7 +78,7 @@ def keep(parts: Parts, step: int) -> None:
     """Save, and tell of it where nobody has: after it, so that a kill in between tells of nothing that is not there."""
     parts.journal.sync()
     if parts.checkpoints.save(step, parts.guard.sound(step), parts.optimizer):
-        parts.journal.event(KEPT, step=step)
+        parts.journal.event(FIRST_CHECKPOINT, step=step)
 
 
 class Speed:

@@ -10,15 +10,15 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from pipeline.config import Config, ConfigError, MachineError, PeerError
+from pipeline.cluster.store import ClusterStore
+from pipeline.config import Config, MachineError, PeerError
 from pipeline.data import store
+from pipeline.hardware import machine
+from pipeline.hardware.network import interface, own_address, split
 from pipeline.job import Job
-from pipeline.launch import machine
-from pipeline.launch.failure import Failure
-from pipeline.launch.fingerprint import source_digest, versions
-from pipeline.launch.meeting import MEETING, NODES, Meeting
-from pipeline.launch.network import interface, own_address, split
-from pipeline.launch.torchrun import Node
+from pipeline.launch.failures import Failure
+from pipeline.launch.node import STORE, Node
+from pipeline.runs.identity import source_digest, versions
 
 # How long a leader waits for the workers of a job.
 COME_SECONDS = 600
@@ -40,7 +40,7 @@ class Call(BaseModel):
     device: Literal["cpu", "cuda"]
     backend: Literal["gloo", "nccl"]
     precision: Literal["fp32", "bf16"]
-    likeness: dict[str, str]
+    bitwise_requirements: dict[str, str]
 
 
 class Answer(BaseModel):
@@ -55,51 +55,22 @@ class Answer(BaseModel):
     complaint: str | None
 
 
-def spread(config: Config) -> Config:
-    """The configuration over as many machines as a leader gives, or as `dist.nodes` asks for."""
-    led = os.environ.get(MEETING)
-    nodes = int(os.environ[NODES]) if led else config.dist.nodes
-    size = config.dist.world_size
-    if nodes > 1 and not led:
-        how = "start this with: python -m pipeline lead dvc repro, and on the others: python -m pipeline join HOST"
-        raise ConfigError(f"dist.nodes: {nodes} machines need a leader; {how}; or set nodes: 1")
-    if size % nodes:
-        raise ConfigError(f"dist.world_size: {size} ranks cannot be spread evenly over {nodes} machines; set it to a multiple of {nodes}")
-    return config.model_copy(update={"dist": config.dist.model_copy(update={"nodes": nodes})})
-
-
-def likeness(job: Job) -> dict[str, str]:
+def bitwise_requirements(job: Job) -> dict[str, str]:
     """What must be equal on all machines of a job, or their bits differ."""
-    here = machine.look()
+    here = machine.detect()
     kind = here.gpus[0] if job.device == "cuda" and here.gpus else here.cpu
     return versions() | {"code": source_digest(), "device": kind, "data": store.read_manifest(job.prepared).digest}
 
 
-class Alone:
-    """The crew of a job on one machine."""
-
-    leaving = False
-
-    def __init__(self, job: Job):
-        self.node = Node(job.config.dist.world_size, job.config.dist.threads_per_rank)
-
-    def heard(self) -> list[Failure]:
-        """Nobody else is there."""
-        return []
-
-    def dismiss(self, exit_code: int) -> None:
-        """Nobody is waiting."""
-
-
-class Crew:
+class MultiNode:
     """The machines of a job, as its leader sees them: exactly as many workers are admitted as it needs, the others are spare."""
 
     def __init__(self, stage: Literal["train", "evaluate"], job: Job, say: Callable[[str], None]):
-        host, port = split(os.environ[MEETING])
-        self._meeting, self._say = Meeting(host, port), say
+        host, port = split(os.environ[STORE])
+        self._meeting, self._say = ClusterStore(host, port), say
         self._wanted, dist = job.config.dist.nodes - 1, job.config.dist
         node = Node(dist.world_size // dist.nodes, dist.threads_per_rank, dist.nodes, endpoint=f"{host}:{port}")
-        self._id, self._answers, self._failures, self._dismissed = node.job_id, list[Answer](), 0, False
+        self._id, self._answers, self._failures, self._job_ended = node.job_id, list[Answer](), 0, False
         self._admitted: list[str] = []
         # The last beat of every worker, and when it was new.
         self._beats: dict[str, tuple[int, float]] = {}
@@ -112,7 +83,7 @@ class Crew:
             device=job.device,
             backend=job.backend,
             precision=job.precision,
-            likeness=likeness(job),
+            bitwise_requirements=bitwise_requirements(job),
         )
         self._meeting.append("calls", call.model_dump())
         self._gather(port)
@@ -125,7 +96,7 @@ class Crew:
         while True:
             for answer in self._new_answers():
                 if answer.complaint:
-                    self.dismiss(MachineError.exit_code)
+                    self.end_job(MachineError.exit_code)
                     raise MachineError(f"worker {answer.host}: {answer.complaint}")
             self._review()
             missing = self._wanted - len(self._admitted)
@@ -135,7 +106,7 @@ class Crew:
                 self._say(f"waiting for {missing} of {self._wanted} workers: python -m pipeline join {socket.gethostname()}:{port}")
                 told = missing
             if time.monotonic() > until:
-                self.dismiss(PeerError.exit_code)
+                self.end_job(PeerError.exit_code)
                 raise PeerError(f"{missing} of {self._wanted} workers did not come in {COME_SECONDS} s; start them, or lead fewer")
             time.sleep(0.1)
 
@@ -190,16 +161,11 @@ class Crew:
         self._failures += len(new)
         return [Failure(**one) for one in new]
 
-    def dismiss(self, exit_code: int) -> None:
+    def end_job(self, exit_code: int) -> None:
         """Tell the workers that the job is over, and how; once."""
-        if self._dismissed:
+        if self._job_ended:
             return
-        self._dismissed = True
+        self._job_ended = True
         with contextlib.suppress(PeerError):
             self._meeting.put(f"{self._id}/over", exit_code)
             self._meeting.put("last", exit_code)
-
-
-def gather(stage: Literal["train", "evaluate"], job: Job, say: Callable[[str], None]) -> Alone | Crew:
-    """The machines of a job, ready to begin."""
-    return Crew(stage, job, say) if job.config.dist.nodes > 1 else Alone(job)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.config import Config, MachineError
-from pipeline.launch.machine import AMPERE, Machine, cuda_of_torch
+from pipeline.hardware.machine import AMPERE, Machine, cuda_of_torch
 
 
 @dataclass(frozen=True)

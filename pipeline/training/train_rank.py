@@ -1,4 +1,4 @@
-"""One rank of a training, started by torchrun: `python -m pipeline.training.rank JOB`."""
+"""One rank of a training, started by torchrun: `python -m pipeline.training.train_rank JOB`."""
 
 import contextlib
 import ctypes
@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from pipeline import heartbeat, models, parallel, ranks
 from pipeline import job as jobs
-from pipeline import models, parallel, pulse, ranks
 from pipeline.config import ConfigError, DataError, MachineError, draw_seed
 from pipeline.data import augment, store
 from pipeline.data.batches import Batches, Pixels, resident
@@ -30,7 +30,7 @@ from pipeline.training import loop, schedule
 from pipeline.training.checkpoint import Checkpoints, weights_sha256
 from pipeline.training.evaluation import Evaluation
 from pipeline.training.export import export
-from pipeline.training.guard import Diverged, Guard, write_down
+from pipeline.training.guard import Diverged, NonFiniteGuard, write_down
 from pipeline.training.stopping import Stop
 
 # The launcher's watchdog is earlier; where it is gone too, this is what ends a rank that waits in vain.
@@ -50,7 +50,7 @@ def main(job: Job) -> None:
             journal.event("stopped", step=step)
             return
         digest = weights_sha256(model.state_dict())
-        group.only_first(group.pulse.finishing, None)
+        group.only_first(group.heartbeat.finishing, None)
         group.only_first(lambda: export(job, model), None)
         journal.event("finished", step=step, weights_sha256=digest)
 
@@ -125,7 +125,7 @@ def train(job: Job, group: Ranks, journal: Writer) -> tuple[nn.Module, int, bool
     parts = loop.Parts(
         strategy=parallel.build(config.dist.strategy, task, lanes, group, config.dist.reduction),
         optimizer=optimizer,
-        guard=Guard(model, optimizer, explain),
+        guard=NonFiniteGuard(model, optimizer, explain),
         schedule=schedule.Schedule(config.train.schedule, config.train.learning_rate, warmup_steps, steps.total),
         checkpoints=Checkpoints(job.checkpoints, config.checkpoint.keep, group, job.journal),
         journal=journal,
@@ -180,7 +180,7 @@ def end(words: str, exit_code: int) -> None:
     """Leave at once: the group is of no use any more."""
     logging.getLogger(__name__).error("%s", words)
     with contextlib.suppress(OSError):
-        pulse.last_words(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent, words, exit_code)
+        heartbeat.write_exit_reason(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent, words, exit_code)
     os._exit(exit_code)
 
 

@@ -9,25 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import ConfigError
-from pipeline.files import read_sealed, whole_folder, write_sealed, write_whole
+from pipeline.files import atomic_folder, read_checksummed_json, write_checksummed_json
 from pipeline.job import Job
-from pipeline.launch.lock import held
-from pipeline.launch.work import newest_checkpoint
+from pipeline.runs import checkpoints
+from pipeline.runs.identity import IDENTITY, flat
+from pipeline.runs.lock import run_lock
 from pipeline.tracking import journal as journals
-from pipeline.tracking.journal import KEPT, Journal
+from pipeline.tracking.journal import FIRST_CHECKPOINT, Journal
 
-IDENTITY = "identity.json"
 # What under `native` is part of the identity, as it changes the bits, but not what is learned from which samples.
 PLACEMENT = {"dist.world_size", "dist.nodes", "dist.accumulation", "dist.backend"}
 
 
-def write_identity(run: Path, identity: dict[str, Any]) -> None:
-    """What this run's fingerprint is made of, for whoever asks what differs."""
-    if not (run / IDENTITY).exists():
-        write_whole(run / IDENTITY, (json.dumps(identity, indent=2) + "\n").encode())
-
-
-def adopt(source: Path, job: Job, identity: dict[str, Any], opening: dict[str, Any]) -> str | None:
+def import_run(source: Path, job: Job, identity: dict[str, Any], header: dict[str, Any]) -> str | None:
     """Take over another run's checkpoints and figures; ConfigError names what differs. Returns what to tell people."""
     if source.resolve() == job.run.resolve():
         return None
@@ -35,20 +29,20 @@ def adopt(source: Path, job: Job, identity: dict[str, Any], opening: dict[str, A
         other: dict[str, Any] = json.loads((source / IDENTITY).read_text())
     except (OSError, ValueError):
         raise ConfigError(f"--resume: {source} is no folder of a run; name one such as runs/0123456789abcdef") from None
-    then, now = _flat(other), _flat(identity)
+    then, now = flat(other), flat(identity)
     differing = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
     native = then.get("dist.reduction") == now.get("dist.reduction") == "native"
     hindering = [key for key in differing if not (native and key in PLACEMENT)]
     if hindering:
         named = "; ".join(f"{key}: {then.get(key)!r} there, {now.get(key)!r} here" for key in hindering)
         raise ConfigError(f"--resume: {source} is another experiment ({named}); without --resume this one trains from its own checkpoints")
-    if newest_checkpoint(job.run):
+    if checkpoints.newest(job.run):
         return f"this run has checkpoints of its own and goes on from them, not from {source}"
-    with held(source / "lock"):
-        newest = newest_checkpoint(source)
+    with run_lock(source / "lock"):
+        newest = checkpoints.newest(source)
         if newest is None:
             raise ConfigError(f"--resume: {source} has no good checkpoint; without --resume this trains from the beginning")
-        _copy(source, job, int(Path(newest).stem.partition("-")[2]), opening)
+        _copy(source, job, int(Path(newest).stem.partition("-")[2]), header)
     if not differing:
         return f"going on from {newest}"
     changed = ", ".join(f"{key} {then.get(key)} -> {now.get(key)}" for key in differing)
@@ -58,31 +52,23 @@ def adopt(source: Path, job: Job, identity: dict[str, Any], opening: dict[str, A
     )
 
 
-def _copy(source: Path, job: Job, step: int, opening: dict[str, Any]) -> None:
+def _copy(source: Path, job: Job, step: int, header: dict[str, Any]) -> None:
     """The checkpoints, and every figure up to the newest one; a kill in between leaves none of it believed."""
     partial = job.run / ".journal.jsonl.partial"
     partial.unlink(missing_ok=True)
     journal = Journal(partial)
-    tags = opening["tags"] | {"lockstep.resumed_from": source.name}
-    journal.event("run", **({"id": uuid.uuid4().hex} | opening | {"tags": tags}))
+    tags = header["tags"] | {"lockstep.resumed_from": source.name}
+    journal.event("run", **({"id": uuid.uuid4().hex} | header | {"tags": tags}))
     for line in journals.read(source / "journal.jsonl"):
-        if line["kind"] in ("metrics", KEPT) and line["step"] <= step:
+        if line["kind"] in ("metrics", FIRST_CHECKPOINT) and line["step"] <= step:
             journal.event(line["kind"], **{name: value for name, value in line.items() if name != "kind"})
     journal.sync()
     journal.close()
     content = partial.read_bytes()
-    with whole_folder(job.checkpoints) as scratch:
+    with atomic_folder(job.checkpoints) as scratch:
         shutil.copytree(source / "checkpoints", scratch, dirs_exist_ok=True)
-        index = read_sealed(scratch / "index.json")
+        index = read_checksummed_json(scratch / "index.json")
         if index is not None:
             entries = [entry | {"journal": [len(content), hashlib.sha256(content).hexdigest()]} for entry in index["checkpoints"]]
-            write_sealed(scratch / "index.json", index | {"checkpoints": entries})
+            write_checksummed_json(scratch / "index.json", index | {"checkpoints": entries})
     os.replace(partial, job.journal)
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys as `dist.world_size`."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}  # pyright: ignore
-    return found

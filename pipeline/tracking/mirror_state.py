@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pipeline.files import write_whole
+from pipeline.files import atomic_write
 
 # How requests and urllib3 say it, in a sentence of 500 characters.
 UNANSWERED = "does not answer"
@@ -37,7 +37,7 @@ def read_state(run: Path) -> State:
 
 def write_state(run: Path, state: State) -> None:
     """Write it down."""
-    write_whole(run / "mirror.json", json.dumps(asdict(state)).encode())
+    atomic_write(run / "mirror.json", json.dumps(asdict(state)).encode())
 
 
 def server_of(uri: str) -> str:

@@ -1,13 +1,16 @@
 """The fingerprint of an experiment: identity, data, torch and the source that a rank runs, in one name."""
 
 import hashlib
+import json
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config, digest
-from pipeline.launch.placement import Placement
+from pipeline.files import atomic_write
+from pipeline.hardware.placement import Placement
 
+IDENTITY = "identity.json"
 PACKAGE = Path(__file__).parents[1]
 # What a rank computes with; what only starts, records or reports is not part of it.
 COMPUTES = ("config.py", "ranks.py", "data", "models", "parallel", "training")
@@ -37,3 +40,17 @@ def whole_identity(config: Config, placement: Placement, data_digest: str) -> di
 def fingerprint(identity: dict[str, Any]) -> str:
     """16 hexadecimal digits: the same for the same experiment on any placement."""
     return digest(identity)[:16]
+
+
+def write_identity(run: Path, identity: dict[str, Any]) -> None:
+    """What this run's fingerprint is made of, for whoever asks what differs."""
+    if not (run / IDENTITY).exists():
+        atomic_write(run / IDENTITY, (json.dumps(identity, indent=2) + "\n").encode())
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys as `dist.world_size`."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}  # pyright: ignore
+    return found

@@ -1,4 +1,4 @@
-"""The pulse of a rank: where it is, in a few bytes that its launcher reads while it runs, its stacks on demand, its last words."""
+"""The heartbeat of a rank: where it is, in a few bytes that its launcher reads while it runs, its stacks on demand, its last words."""
 
 import faulthandler
 import mmap
@@ -15,7 +15,7 @@ STARTING, COMPUTING, WAITING, FINISHING, LEAVING = range(5)
 AT_WORK = (COMPUTING, FINISHING)
 
 
-class Pulse:
+class Heartbeat:
     """Tells of every step, and of every piece of work in it; without a folder nobody listens."""
 
     def __init__(self, folder: Path | None):
@@ -25,13 +25,13 @@ class Pulse:
             return
         # SIGUSR1 writes down what every thread does, also where Python itself hangs in a call.
         faulthandler.register(signal.SIGUSR1, (folder / "stacks.log").open("w"))
-        with (folder / ".pulse").open("w+b") as file:
+        with (folder / ".heartbeat").open("w+b") as file:
             # Written and not only mapped: on a full disk the one is an error, the other a death by SIGBUS.
             file.write(FORM.pack(os.getpid(), self._rank, self._step, STARTING, 0, 0).ljust(SIZE_BYTES, b"\0"))
             file.flush()
             self._shown = mmap.mmap(file.fileno(), SIZE_BYTES)
         # Whoever finds it may read it.
-        os.replace(folder / ".pulse", folder / "pulse")
+        os.replace(folder / ".heartbeat", folder / "heartbeat")
 
     def seated(self, rank: int) -> None:
         """By which rank it is known; torchrun's own count is another one."""
@@ -60,14 +60,14 @@ class Pulse:
         FORM.pack_into(self._shown, 0, os.getpid(), self._rank, self._step, phase, self._beats, 0)
 
 
-def last_words(folder: Path, text: str, exit_code: int) -> None:
+def write_exit_reason(folder: Path, text: str, exit_code: int) -> None:
     """Why this rank ends."""
-    with (folder / "pulse").open("r+b") as file:
+    with (folder / "heartbeat").open("r+b") as file:
         file.seek(FORM.size - 8)
         file.write(exit_code.to_bytes(8, "little") + text.encode()[: SIZE_BYTES - FORM.size])
 
 
-class Sign(NamedTuple):
+class Snapshot(NamedTuple):
     """What a launcher sees of a rank."""
 
     pid: int
@@ -79,10 +79,10 @@ class Sign(NamedTuple):
     words: str
 
 
-def read(folder: Path) -> Sign | None:
+def read(folder: Path) -> Snapshot | None:
     """The sign of the rank whose folder this is, once it gives one."""
     try:
-        content = (folder / "pulse").read_bytes()
+        content = (folder / "heartbeat").read_bytes()
     except FileNotFoundError:
         return None
     if len(content) < SIZE_BYTES:
@@ -90,4 +90,4 @@ def read(folder: Path) -> Sign | None:
     pid, rank, step, phase, beats, exit_code = FORM.unpack(content[: FORM.size])
     words = content[FORM.size :].rstrip(b"\0").decode(errors="replace")
     # Before it is seated it has only torchrun's number, which is its folder's name.
-    return Sign(pid, rank if rank >= 0 else int(folder.name), step, phase, beats, exit_code, words)
+    return Snapshot(pid, rank if rank >= 0 else int(folder.name), step, phase, beats, exit_code, words)

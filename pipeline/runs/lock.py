@@ -22,7 +22,7 @@ PATIENCE_SECONDS = 90
 
 
 @contextmanager
-def held(path: Path) -> Generator[int]:
+def run_lock(path: Path) -> Generator[int]:
     """Hold the lock, or say who does; the kernel lets go of it when all who have its descriptor have ended, however they end.
 
     torchrun is given the descriptor too, and the rank that writes holds `writing.lock`: after a kill of the launcher its ranks are

@@ -14,13 +14,13 @@ from itertools import islice
 from pathlib import Path
 
 from pipeline.config import Config, ConfigError, Dist, MachineError
+from pipeline.doctor import network
+from pipeline.doctor.network import Finding
 from pipeline.files import Paths
-from pipeline.launch import checks
-from pipeline.launch.checks import Finding
-from pipeline.launch.machine import Machine, look
-from pipeline.launch.mirroring import tracking_uri
-from pipeline.launch.network import PORT, split
-from pipeline.launch.placement import place
+from pipeline.hardware.machine import Machine, detect
+from pipeline.hardware.network import PORT, split
+from pipeline.hardware.placement import place
+from pipeline.tracking.mirror_process import tracking_uri
 from pipeline.tracking.receipt import CODE, git_state
 
 LIMIT_SECONDS = 3.5
@@ -33,23 +33,23 @@ COMPOSE = (2, 20)
 def run(config: Config, paths: Paths, leader: str | None = None) -> int:
     """Print one line for every thing looked at; 4 if one of them is wrong."""
     questions: dict[str, Callable[[], list[Finding]]] = {
-        "GPUs": lambda: ranks(config, look()),
+        "GPUs": lambda: ranks(config, detect()),
         "memory": lambda: memory(config.dist, memory_limit()),
         "/dev/shm": lambda: [shared_memory(Path("/dev/shm"))],
         "disk": lambda: [disk(paths.runs)],
         "folders": lambda: folders(paths),
         "git": lambda: git(paths.root),
         "Docker Compose": lambda: [compose()],
-        "this machine's name": lambda: [checks.own_name(socket.gethostname())],
-        f"port {PORT}": lambda: [checks.port(PORT)],
-        "MLflow": lambda: [checks.mlflow(tracking_uri(paths))],
+        "this machine's name": lambda: [network.own_name(socket.gethostname())],
+        f"port {PORT}": lambda: [network.port(PORT)],
+        "MLflow": lambda: [network.mlflow(tracking_uri(paths))],
     }
     if leader is not None:
         host, port = split(leader)
-        questions["leader"] = lambda: [checks.leader(host, port)]
+        questions["leader"] = lambda: [network.leader(host, port)]
     until = time.monotonic() + LIMIT_SECONDS
     wrong = False
-    for name, answer in [(name, checks.ask(question)) for name, question in questions.items()]:
+    for name, answer in [(name, network.ask(question)) for name, question in questions.items()]:
         try:
             findings = answer.result(max(0.0, until - time.monotonic()))
         except TimeoutError:

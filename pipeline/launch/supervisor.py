@@ -10,15 +10,15 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.files import write_whole
+from pipeline.files import atomic_write
 from pipeline.job import Job
-from pipeline.launch.failure import HUNG, Failure, Watch, cause_of, first_lost, folder_of, last_told, newest_attempt, sign_of
-from pipeline.launch.processes import Stopper, adopt_orphans, below, dies_with_parent, kill, wait_for_orphans
+from pipeline.launch.failures import HUNG, Failure, LaunchResult, cause_of, exit_reasons, first_lost, folder_of, newest_attempt, snapshot_of
+from pipeline.launch.node import Node
+from pipeline.launch.process_tree import adopt_orphans, below, dies_with_parent, kill, wait_for_orphans
+from pipeline.launch.signals import Stopper
 from pipeline.launch.watchdog import Watchdog
 
 # Whether it gets on decides when it is enough, not a number.
@@ -33,21 +33,6 @@ WORD_SECONDS = 5
 # What torchrun says to those that outlive the one that failed.
 CLOSING = re.compile(r"Sending process (\d+) closing signal")
 FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
-
-
-@dataclass(frozen=True)
-class Node:
-    """One machine's part in a job."""
-
-    ranks: int
-    threads: int
-    nodes: int = 1
-    leads: bool = True
-    job_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    # Port 0: the system chooses a free one.
-    endpoint: str = "127.0.0.1:0"
-    address: str = "127.0.0.1"
-    interface: str = "lo"
 
 
 class Observer(Protocol):
@@ -74,13 +59,13 @@ class Observer(Protocol):
         ...
 
 
-def run(module: str, job: Job, node: Node, lock: int | None, observer: Observer) -> Watch:
+def run(module: str, job: Job, node: Node, lock: int | None, observer: Observer) -> LaunchResult:
     """Run a module on this machine's ranks; the observer hears of every failure."""
     logs = job.run / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}-{os.getpid()}"
     logs.mkdir(parents=True, exist_ok=True)
     (logs / "torchrun.log").touch()
-    write_whole(logs / "job.json", job.model_dump_json().encode())
-    watch = Watch()
+    atomic_write(logs / "job.json", job.model_dump_json().encode())
+    watch = LaunchResult()
     adopt_orphans()
     process = _start(_command(module, node, logs), environment(node), lock)
     with Stopper(process.pid) as stopper:
@@ -97,7 +82,7 @@ def run(module: str, job: Job, node: Node, lock: int | None, observer: Observer)
     watch.exit_code = 0 if over else process.wait()
     if watch.exit_code and node.nodes == 1 and newest_attempt(logs) not in {one.attempt for one in watch.failures}:
         # On a full disk torchrun itself may die without a word; its ranks have left theirs.
-        told = last_told(logs, node.ranks)
+        told = exit_reasons(logs, node.ranks)
         watch.failures, watch.unexplained = watch.failures + told, not told
     return watch
 
@@ -180,7 +165,7 @@ class _Reader(threading.Thread):
     """Keeps what torchrun says, and takes the failures out of it."""
 
     def __init__(
-        self, process: "subprocess.Popen[str]", logs: Path, watch: Watch, stopper: Stopper, observer: Observer, watchdog: Watchdog
+        self, process: "subprocess.Popen[str]", logs: Path, watch: LaunchResult, stopper: Stopper, observer: Observer, watchdog: Watchdog
     ):
         super().__init__(daemon=True)
         self._process, self._logs, self._watch, self._stopper = process, logs, watch, stopper
@@ -208,10 +193,10 @@ class _Reader(threading.Thread):
 
     def _failure(self, attempt: int, local_rank: int, exit_code: int) -> Failure:
         folder = folder_of(self._logs, attempt, local_rank)
-        sign = sign_of(folder)
-        starved = exit_code == -signal.SIGKILL and self._watchdog.starved()
+        sign = snapshot_of(folder)
+        oom_killed = exit_code == -signal.SIGKILL and self._watchdog.oom_killed()
         rank, step = (sign.rank, sign.step) if sign else (local_rank, -1)
-        return Failure(rank, exit_code, cause_of(folder), attempt, step, starved)
+        return Failure(rank, exit_code, cause_of(folder), attempt, step, oom_killed)
 
     def watch(self) -> None:
         """See whether a rank hangs."""

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import yaml
 
-from pipeline.launch.torchrun import Node, environment
+from pipeline.launch.node import Node
+from pipeline.launch.supervisor import environment
 from pipeline.tracking.journal import last
 
 ROOT = Path(__file__).parents[1]
@@ -141,6 +142,6 @@ def rank(process: "subprocess.Popen[bytes]", number: int) -> psutil.Process:
     found = [
         one
         for one in psutil.Process(process.pid).children(recursive=True)
-        if "-u" in (words := one.cmdline()) and "pipeline.training.rank" in words
+        if "-u" in (words := one.cmdline()) and "pipeline.training.train_rank" in words
     ]
     return sorted(found, key=lambda one: one.pid)[number]

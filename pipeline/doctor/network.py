@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from pipeline.config import MachineError
-from pipeline.launch.network import interface, listen
+from pipeline.hardware.network import interface, listen
 
 T = TypeVar("T")
 # How long a server may take to answer, and the resolver to know this machine.

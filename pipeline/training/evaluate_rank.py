@@ -6,11 +6,11 @@ from safetensors.torch import load
 
 from pipeline.data import store
 from pipeline.data.batches import Pixels
-from pipeline.files import write_whole
+from pipeline.files import atomic_write
 from pipeline.job import Job
 from pipeline.training import schedule
 from pipeline.training.evaluation import Evaluation, Result
-from pipeline.training.rank import build_model, joined, run_as_rank
+from pipeline.training.train_rank import build_model, joined, run_as_rank
 
 
 def main(job: Job) -> None:
@@ -42,7 +42,7 @@ def write(job: Job, result: Result) -> None:
         "total": result.total,
         "confusion": result.confusion.tolist(),
     }
-    write_whole(job.result, json.dumps(values).encode())
+    atomic_write(job.result, json.dumps(values).encode())
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeline.config import Config, ConfigError, PeerError
-from pipeline.launch.network import interface, own_address, split
+from pipeline.hardware.network import interface, own_address, split
 
 # torchrun's.
 DEFAULT_PORT = 29500
@@ -14,7 +14,7 @@ NAME_SECONDS = 60
 
 
 @dataclass(frozen=True)
-class Engine:
+class ClusterEnvironment:
     """What an engine has decided."""
 
     nodes: int
@@ -23,7 +23,7 @@ class Engine:
     port: int
 
 
-def engine(config: Config, variables: Mapping[str, str]) -> Engine | None:
+def engine(config: Config, variables: Mapping[str, str]) -> ClusterEnvironment | None:
     """What PET_* say, or None where there is no engine or only one machine; every machine runs the same command then."""
     # A range such as 1:4 is for jobs that may change their size; this one may not.
     asked = variables.get("PET_NNODES", "1").rpartition(":")[2]
@@ -41,7 +41,7 @@ def engine(config: Config, variables: Mapping[str, str]) -> Engine | None:
     port = variables.get("PET_MASTER_PORT") or DEFAULT_PORT
     host, number = split(endpoint if ":" in endpoint else f"{endpoint}:{port}")
     rank = variables.get("PET_NODE_RANK")
-    return Engine(nodes, rank == "0" if rank else _is_here(host, number), host, number)
+    return ClusterEnvironment(nodes, rank == "0" if rank else _is_here(host, number), host, number)
 
 
 def _is_here(host: str, port: int) -> bool:

@@ -13,7 +13,7 @@ import psutil
 
 from pipeline.files import Paths
 from pipeline.tracking.journal import last
-from pipeline.tracking.mirrored import note, read_state, server_of
+from pipeline.tracking.mirror_state import note, read_state, server_of
 
 # How late an end may be because of MLflow: for all that it waits for the server, and for what it does itself.
 DEAF_SECONDS, BUSY_SECONDS = 8.0, 120.0

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline import pulse
-from pipeline.pulse import Sign
+from pipeline import heartbeat
+from pipeline.heartbeat import Snapshot
 
 # What a rank says when it is a peer that was lost.
-SECONDHAND = re.compile(
+CONSEQUENCE = re.compile(
     r"onnection (closed|reset|refused|was likely closed)|connectFullMesh|Broken pipe|Timed out waiting|unhandled system error"
     r"|remote process exited|communicator was aborted|collective operation timeout"
 )
-NO_MEMORY = re.compile(r"out of memory|[Cc]an(no|')t allocate memory|not enough memory|MemoryError|bad_alloc")
+OUT_OF_MEMORY = re.compile(r"out of memory|[Cc]an(no|')t allocate memory|not enough memory|MemoryError|bad_alloc")
 OUR_OWN = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 # A rank that hung; the same code as for one that was lost.
 HUNG = 6
@@ -34,7 +34,7 @@ class Failure:
     # The step that it was in; -1 before the first one.
     step: int = -1
     # Whether the kernel ended it for want of memory.
-    starved: bool = False
+    oom_killed: bool = False
     # Whether it waits for another machine's rank.
     waiting: bool = False
     host: str | None = None
@@ -45,22 +45,22 @@ class Failure:
         return signal.Signals(-self.exit_code).name if self.exit_code < 0 else None
 
     @property
-    def secondhand(self) -> bool:
+    def is_consequence(self) -> bool:
         """Whether it only tells of another's."""
-        return self.waiting or (self.signal is None and bool(SECONDHAND.search(self.cause)))
+        return self.waiting or (self.signal is None and bool(CONSEQUENCE.search(self.cause)))
 
     @property
     def out_of_memory(self) -> bool:
-        return self.starved or bool(NO_MEMORY.search(self.cause))
+        return self.oom_killed or bool(OUT_OF_MEMORY.search(self.cause))
 
     @property
-    def repeatable(self) -> bool:
+    def deterministic(self) -> bool:
         """Whether it comes from within, so that the same step would fail again."""
-        return not self.secondhand and (self.out_of_memory or self.exit_code > 0 or self.signal in OUR_OWN)
+        return not self.is_consequence and (self.out_of_memory or self.exit_code > 0 or self.signal in OUR_OWN)
 
 
 @dataclass
-class Watch:
+class LaunchResult:
     """What happened while torchrun ran."""
 
     stopped_by: int | None = None
@@ -73,11 +73,11 @@ class Watch:
     unexplained: bool = False
     failures: list[Failure] = field(default_factory=list[Failure])
 
-    def first_cause(self) -> Failure:
+    def root_cause(self) -> Failure:
         """Of the failures that came with the last one, the one that is not a peer's complaint."""
         last = self.failures[-1]
         together = [one for one in self.failures if one.attempt == last.attempt or (one.host != last.host and one.at > last.at - 15)]
-        return next((one for one in together if not one.secondhand), last)
+        return next((one for one in together if not one.is_consequence), last)
 
 
 def folder_of(logs: Path, attempt: int, local_rank: int) -> Path | None:
@@ -85,9 +85,9 @@ def folder_of(logs: Path, attempt: int, local_rank: int) -> Path | None:
     return next(iter(logs.glob(f"*/attempt_{attempt}/{local_rank}")), None)
 
 
-def sign_of(folder: Path | None) -> Sign | None:
+def snapshot_of(folder: Path | None) -> Snapshot | None:
     """Where a rank was last."""
-    return pulse.read(folder) if folder else None
+    return heartbeat.read(folder) if folder else None
 
 
 def newest_attempt(logs: Path) -> int:
@@ -95,17 +95,17 @@ def newest_attempt(logs: Path) -> int:
     return max((int(path.name.partition("_")[2]) for path in logs.glob("*/attempt_*")), default=0)
 
 
-def last_told(logs: Path, ranks: int) -> list[Failure]:
+def exit_reasons(logs: Path, ranks: int) -> list[Failure]:
     """What ranks of the newest attempt have left as their last words."""
     attempt = newest_attempt(logs)
-    signs = [sign for local in range(ranks) if (sign := sign_of(folder_of(logs, attempt, local)))]
+    signs = [sign for local in range(ranks) if (sign := snapshot_of(folder_of(logs, attempt, local)))]
     return [Failure(sign.rank, sign.exit_code, sign.words, attempt, sign.step) for sign in signs if sign.exit_code]
 
 
 def first_lost(logs: Path, attempt: int, closed: set[int]) -> tuple[int, int] | None:
     """Local rank and exit code (0: not known) of the one that went by itself, where torchrun ended those with the given numbers."""
     for folder in sorted(logs.glob(f"*/attempt_{attempt}/*")):
-        sign = sign_of(folder) if folder.name.isdigit() else None
+        sign = snapshot_of(folder) if folder.name.isdigit() else None
         if sign and sign.pid not in closed:
             return int(folder.name), sign.exit_code or int((folder / "error.json").exists())
     return None
@@ -115,7 +115,7 @@ def cause_of(folder: Path | None) -> str:
     """What a rank said last: its own error, or the last line it wrote."""
     if folder is None:
         return ""
-    sign = pulse.read(folder)
+    sign = heartbeat.read(folder)
     if sign and sign.words:
         return sign.words
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -125,31 +125,3 @@ def cause_of(folder: Path | None) -> str:
         lines = [line for line in (folder / "stderr.log").read_text(errors="replace").splitlines() if line.strip()]
         return lines[-1].strip() if lines else ""
     return ""
-
-
-class Patience:
-    """How often a job is started again: as long as it gets on."""
-
-    LIMIT = 3
-
-    def __init__(self) -> None:
-        self._furthest = -1
-        self._failed_at: set[int] = set()
-        # By machine: with another's failure mostly comes one of ours.
-        self._in_vain: dict[str | None, int] = {}
-
-    def spent(self, failure: Failure) -> str | None:
-        """Why there is no use in another start, or None."""
-        if failure.step > self._furthest:
-            self._furthest = failure.step
-            self._failed_at.clear()
-            self._in_vain.clear()
-        else:
-            self._in_vain[failure.host] = self._in_vain.get(failure.host, 0) + 1
-        if failure.repeatable:
-            if failure.step in self._failed_at:
-                return f"step {failure.step} has failed twice" if failure.step >= 0 else "it has failed twice before its first step"
-            self._failed_at.add(failure.step)
-        if self._in_vain.get(failure.host, 0) >= self.LIMIT:
-            return f"{self._in_vain[failure.host]} starts in a row got no further than step {max(self._furthest, 0)}"
-        return None

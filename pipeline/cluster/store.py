@@ -13,11 +13,9 @@ from typing import Any
 from pipeline.config import PeerError
 
 TIMEOUT_SECONDS = 30
-# How the commands below a leader know it.
-MEETING, NODES = "LOCKSTEP_MEETING", "LOCKSTEP_NODES"
 
 
-class Meeting:
+class ClusterStore:
     """Values and growing lists by name; PeerError when the leader is gone."""
 
     def __init__(self, host: str, port: int, listening: socket | None = None):

@@ -39,7 +39,7 @@ class Machine:
     driver: int = 0
 
 
-def look() -> Machine:
+def detect() -> Machine:
     """This machine, as CUDA_VISIBLE_DEVICES leaves it."""
     gpus, capability, driver = _gpus()
     cpu, has_bf16 = _cpu(Path("/proc/cpuinfo"))

@@ -1,0 +1,31 @@
+"""The restart policy: whether failed ranks are started again."""
+
+from pipeline.launch.failures import Failure
+
+
+class RestartPolicy:
+    """How often a job is started again: as long as it gets on."""
+
+    LIMIT = 3
+
+    def __init__(self) -> None:
+        self._furthest = -1
+        self._failed_at: set[int] = set()
+        # By machine: with another's failure mostly comes one of ours.
+        self._in_vain: dict[str | None, int] = {}
+
+    def reason_to_stop(self, failure: Failure) -> str | None:
+        """Why there is no use in another start, or None."""
+        if failure.step > self._furthest:
+            self._furthest = failure.step
+            self._failed_at.clear()
+            self._in_vain.clear()
+        else:
+            self._in_vain[failure.host] = self._in_vain.get(failure.host, 0) + 1
+        if failure.deterministic:
+            if failure.step in self._failed_at:
+                return f"step {failure.step} has failed twice" if failure.step >= 0 else "it has failed twice before its first step"
+            self._failed_at.add(failure.step)
+        if self._in_vain.get(failure.host, 0) >= self.LIMIT:
+            return f"{self._in_vain[failure.host]} starts in a row got no further than step {max(self._furthest, 0)}"
+        return None

@@ -1,0 +1,80 @@
+"""The index of a run's checkpoints: which are listed, which are intact, and which one a resume takes."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import MachineError
+from pipeline.files import read_checksummed_json
+
+INDEX = "index.json"
+
+
+def read_index(folder: Path) -> dict[str, Any] | None:
+    """Return the index, oldest checkpoint first; None if it is missing or damaged."""
+    index = read_checksummed_json(folder / INDEX)
+    # An index from elsewhere may name any file, and what it no longer names is removed.
+    if index is not None and all(Path(entry["file"]).name == entry["file"] for entry in listed(index)):
+        return index
+    return None
+
+
+def listed(index: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return all entries of an index, that of the best model too."""
+    return [*index["checkpoints"], *([index["best"]] if "best" in index else [])]
+
+
+def intact(folder: Path, entry: dict[str, Any], warn: Callable[[str], None]) -> bytes | None:
+    """Return a listed file's content, or None, after a warning, if it is not what was written."""
+    path = folder / entry["file"]
+    content = path.read_bytes() if path.is_file() else b""
+    if hashlib.sha256(content).hexdigest() == entry["sha256"]:
+        return content
+    warn(f"{path} is " + (f"damaged: {len(content)} bytes of another SHA-256" if path.exists() else "missing"))
+    return None
+
+
+def journal_until(journal: Path | None, size_bytes: int = -1) -> list[Any]:
+    """Return the length of the journal, or of its first `size_bytes`, and the SHA-256 of that part."""
+    if journal is None or not journal.exists():
+        return [0, ""]
+    with journal.open("rb") as file:
+        content = file.read(size_bytes)
+    return [len(content), hashlib.sha256(content).hexdigest()]
+
+
+def usable(
+    folder: Path, index: dict[str, Any], journal: Path | None, warn: Callable[[str], None]
+) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Yield entry and content of every checkpoint that a resume may take, the one it takes first."""
+    best = index.get("best")
+    entries = index["checkpoints"][::-1]
+    if entries and best is not None and intact(folder, best, warn) is None:
+        # From before it, where that can be, the best model comes about again; a later one may beat it anyway.
+        entries.sort(key=lambda entry: entry["step"] >= best["step"])
+    for entry in entries:
+        if "journal" in entry and entry["journal"] != journal_until(journal, entry["journal"][0]):
+            # Figures are written once: those that are gone come about again only from before them.
+            warn(f"{folder / entry['file']} does not go with the journal, which has been cut")
+            continue
+        content = intact(folder, entry, warn)
+        if content is not None:
+            yield entry, content
+
+
+def newest(run: Path) -> str | None:
+    """Return the path of the checkpoint that a resume of this run takes, or None."""
+    folder = run / "checkpoints"
+    index = read_index(folder)
+    if index is None:
+        # Rank 0 rebuilds the index from the files, which takes torch.
+        return max(map(str, folder.glob("step-*.safetensors")), default=None)
+    found = next(usable(folder, index, run / "journal.jsonl", lambda _: None), None)
+    return str(folder / found[0]["file"]) if found else None
+
+
+def none_left(folder: Path, count: int) -> MachineError:
+    """There were checkpoints, and none is intact: never a silent start from nothing."""
+    of = f" of {count}" if count else ", and the journal tells of some"
+    return MachineError(f"{folder}: no good checkpoint is left{of}; move {folder.parent} away to train from the beginning")

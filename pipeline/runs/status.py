@@ -1,0 +1,50 @@
+"""status.json: how a run ended, for programs and in one line for people."""
+
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pipeline.files import atomic_write
+
+STOPPED, INTERRUPTED, TERMINATED = 75, 130, 143
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What status.json holds."""
+
+    outcome: str
+    exit_code: int | None
+    cause: str
+    rank: int | None
+    step: int
+    checkpoint: str | None
+    command: str
+    # Whose it was while it ran: a kill -9 of everything leaves this behind.
+    process: str | None = None
+
+    def write(self, run: Path) -> None:
+        """For other programs: DVC and torchrun swallow exit codes."""
+        content = (json.dumps(asdict(self), indent=2) + "\n").encode()
+        try:
+            atomic_write(run / "status.json", content)
+        except OSError:
+            # The disk is full, and this is what must be said: in the place of the old one there is room for it.
+            with (run / "status.json").open("r+b") as file:
+                file.write(content)
+                file.truncate()
+
+
+def running(run: Path, step: int, command: str) -> None:
+    """Until there is an ending, by whom, and how to go on."""
+    Outcome("running", None, "", None, step, None, command, f"{os.getpid()} on {socket.gethostname()}").write(run)
+
+
+def message(outcome: Outcome) -> str:
+    """The one line for people: what, where, what to do."""
+    if outcome.outcome in ("configuration", "data", "machine"):
+        return outcome.cause
+    kept = f" Kept: {outcome.checkpoint}." if outcome.checkpoint else ""
+    return f"{outcome.cause}.{kept}" + (f" To go on: {outcome.command}" if outcome.command else "")
