@@ -45,16 +45,16 @@ audit: $(READY) ## ask whether a package of the locks has a known hole
 	{ echo "make audit: a hole was found, or as above a package could not be asked about; if this index knows of none, nothing was audited (SECURITY.md)"; exit 1; }; done
 
 golden: $(READY) ## write the golden losses of this kind of machine
-	@python -m pytest tests/test_golden.py --write-golden
+	@python -m pytest tests/ranks/test_golden.py --write-golden
 
 faults: $(READY) ## every case of what a run must survive, with a table of what happened
-	@python -m pytest -p tests.faults -m fault
+	@python -m pytest -p tests.faults.report -m fault
 
 SEED ?= 1
 N ?= 100
 
 chaos: $(READY) ## N faults at random points of small runs; SEED repeats a campaign
-	@python -m tests.chaos --seed $(SEED) --faults $(N)
+	@python -m tests.faults.chaos --seed $(SEED) --faults $(N)
 
 bench: $(READY) ## what a step, a start and a no-op cost, and against whom
 	@python bench/run.py

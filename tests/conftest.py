@@ -2,13 +2,10 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +13,13 @@ import pytest
 import torch
 import yaml
 
-from pipeline import prepare
-from pipeline.config import Config
-from pipeline.files import Paths
-from pipeline.job import Job
-from tests.compose import IMAGE, USER, Project, sh
-from tests.groups import run_ranks
+from tests.kit.checkout import clone_of
+from tests.kit.compose import IMAGE, USER, Project, sh
+from tests.kit.experiment import LONGER, ROOT, Experiment, clean_environment
+from tests.kit.groups import run_ranks
 
 __all__ = ["run_ranks"]
 
-ROOT = Path(__file__).parents[1]
 # As ranks have it: kernels round differently with another number of threads.
 torch.set_num_threads(1)
 # A shell's job in the background ignores Ctrl-C, and so would all that is started here.
@@ -54,129 +48,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def settings(**changes: Any) -> dict[str, Any]:
-    """A small experiment that takes seconds; `train__epochs=2` changes one key."""
-    values: dict[str, Any] = {
-        "data": {"name": "synthetic:1200"},
-        "train": {"epochs": 2, "precision": "fp32", "learning_rate": 0.05},
-        "dist": {"batch_size_per_gpu": 48, "world_size": 2, "lanes": 4},
-        "checkpoint": {"every_steps": 5, "keep": 2},
-    }
-    for name, value in changes.items():
-        section, _, key = name.partition("__")
-        if key:
-            values.setdefault(section, {})[key] = value
-        else:
-            values[section] = value
-    return values
-
-
-# With a global batch that three ranks can share.
-SMALL = settings(data__name="synthetic:3000", dist__batch_size_per_gpu=96)
-
-
-# Long enough to be hurt.
-LONGER = {"data": {"name": "synthetic:6000"}, "train__epochs": 4, "model__name": "lenet", "checkpoint__every_steps": 20}
-
-
-def clean_environment() -> dict[str, str]:
-    """This environment without what would send an experiment's run elsewhere; `mlflow.set_tracking_uri` in a test sets such a thing."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "DVC_"))}
-
-
-@dataclass
-class Experiment:
-    """A params file in a folder of its own, and the commands on it."""
-
-    folder: Path
-
-    def set(self, **changes: Any) -> "Experiment":
-        self.params.write_text(yaml.safe_dump(settings(**changes)))
-        return self
-
-    @property
-    def params(self) -> Path:
-        return self.folder / "params.yaml"
-
-    @property
-    def run_folder(self) -> Path:
-        (found,) = (path.parent for path in (self.folder / "runs").glob("*/journal.jsonl"))
-        return found
-
-    def start(self, command: str, *words: str, **environment: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "pipeline", command, "--params", str(self.params), *words],
-            cwd=ROOT,
-            env=clean_environment() | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def run(self, command: str, *words: str, expect: int = 0, **environment: str) -> str:
-        process = self.start(command, *words, **environment)
-        said, _ = process.communicate(timeout=280)
-        assert process.returncode == expect, said
-        return said
-
-    def json(self, name: str) -> Any:
-        return json.loads((self.folder / name).read_text())
-
-    def journal(self, kind: str) -> list[dict[str, Any]]:
-        lines = (self.run_folder / "journal.jsonl").read_text().splitlines()
-        return [line for line in map(json.loads, lines) if line["kind"] == kind]
-
-
-def clone_of(folder: Path) -> Path:
-    """This tree, with what is not committed yet, as a clone of its own."""
-    # Without hard links: a clone may be given to another user.
-    subprocess.run(["git", "clone", "-q", "--no-hardlinks", str(ROOT), str(folder)], check=True)
-    listed = subprocess.run(["git", "ls-files", "-mo", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in listed.stdout.split():
-        if (ROOT / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-    commit(folder, "what is not committed yet")
-    return folder
-
-
-def commit(folder: Path, message: str) -> None:
-    """Commit all of a clone, if there is anything."""
-    git = ["git", "-c", "user.name=test", "-c", "user.email=test@localhost"]
-    subprocess.run([*git, "add", "-A"], cwd=folder, check=True)
-    subprocess.run([*git, "commit", "-qm", message, "--allow-empty"], cwd=folder, check=True)
-
-
-def readme_commands() -> list[str]:
-    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line]
-
-
-def needs_docker(command: str) -> bool:
-    return "docker" in command or command == "make up" or "experiment/" in command or ".env" in command
-
-
 @pytest.fixture
 def experiment(tmp_path: Path) -> Experiment:
     return Experiment(tmp_path).set()
-
-
-def make_job(folder: Path, precision: str = "fp32", **changes: Any) -> Job:
-    """A job on the CPU as the launcher would write it, with its data prepared."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = Config.model_validate(settings(**changes))
-    paths = Paths(folder / "params.yaml")
-    if not paths.prepared.exists():
-        prepare.run(config, paths)
-    values = {
-        "config": config,
-        "device": "cpu",
-        "backend": "gloo",
-        "precision": precision,
-        "prepared": paths.prepared,
-        "run": folder / "run",
-    }
-    return Job.model_validate(values)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from pipeline.__main__ import COMMANDS
-from tests.conftest import ROOT
+from tests.kit.experiment import ROOT
 
 PACKAGE = ROOT / "pipeline"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -67,7 +67,7 @@ def floor(name: str) -> int:
     return next(number for number, rooms in enumerate(FLOORS) if room(name) in rooms)
 
 
-@pytest.mark.parametrize("path", [*MODULES, *sorted((ROOT / "tests").glob("*.py")), *sorted((ROOT / "bench").glob("*.py"))], ids=str)
+@pytest.mark.parametrize("path", [*MODULES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "bench").glob("*.py"))], ids=str)
 def test_a_file_is_small_and_so_are_its_functions(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= 250

@@ -1,0 +1,1 @@
+"""Every command as a user runs it."""

@@ -1,0 +1,166 @@
+"""The whole pipeline as a user runs it: every command of the README, in a clone of its own."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+import mlflow
+import psutil
+import pytest
+import yaml
+
+from pipeline.tracking.journal import last
+from tests.kit.checkout import clone_of, commit, needs_docker, readme_commands
+from tests.kit.experiment import ROOT, clean_environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This tree as a clone with a small data set, using the environment that the tests run in."""
+    folder = clone_of(tmp_path_factory.mktemp("clone") / "lockstep")
+    values = yaml.safe_load((folder / "params.yaml").read_text())
+    values["data"]["name"] = "synthetic:1200"
+    values["train"]["epochs"] = 2
+    (folder / "params.yaml").write_text(yaml.safe_dump(values))
+    (folder / ".venv").symlink_to(ROOT / ".venv")
+    # Older than the environment, so that make does not install it again.
+    os.utime(folder / "requirements-dev.lock", (0, 0))
+    commit(folder, "small")
+    return folder
+
+
+def environment_of(folder: Path) -> dict[str, str]:
+    environment = {name: value for name, value in clean_environment().items() if not name.startswith("PYTHON")}
+    return environment | {"PATH": f"{folder / '.venv' / 'bin'}:{environment['PATH']}"}
+
+
+def run(folder: Path, command: str) -> str:
+    done = subprocess.run(
+        command, shell=True, cwd=folder, env=environment_of(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}"
+    return done.stdout
+
+
+def runs(folder: Path) -> list[mlflow.entities.Run]:
+    client = mlflow.MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    return [found for one in client.search_experiments() for found in client.search_runs([one.experiment_id])]
+
+
+def show_ui(folder: Path) -> None:
+    """Start it, see MLflow answer, stop it."""
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", 5000)), "something listens on 127.0.0.1:5000 already"
+    process = subprocess.Popen(["make", "ui"], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        until = time.monotonic() + 60
+        while True:
+            try:
+                with urllib.request.urlopen("http://127.0.0.1:5000/version", timeout=5) as answer:
+                    assert answer.read().decode() == mlflow.__version__
+                return
+            except OSError:
+                assert time.monotonic() < until
+                assert process.poll() is None
+                time.sleep(0.2)
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
+
+
+def test_every_command_of_the_readme_works(clone: Path) -> None:
+    # What needs an engine is run by tests/containers/test_containers.py.
+    commands = [one for one in readme_commands() if not needs_docker(one)]
+    assert {"make repro", "make test", "make ui", "dvc repro", "python -m pipeline doctor"} <= set(commands)
+    leading: subprocess.Popen[bytes] | None = None
+    for command in commands:
+        if "pipeline lead" in command:
+            # In another shell; without this it would have nothing to do.
+            (clone / "dvc.lock").unlink()
+            leading = subprocess.Popen(command, shell=True, cwd=clone, env=environment_of(clone))
+        elif "pipeline join" in command:
+            run(clone, command)
+            assert leading is not None
+            assert leading.wait(10) == 0
+        elif command == "make test":
+            # This is it; what it would run is looked at instead.
+            assert "pytest" in run(clone, "make -n test")
+        elif command == "make ui":
+            show_ui(clone)
+        else:
+            said = run(clone, command)
+        if command == "make repro":
+            assert "test accuracy" in said
+            assert [one.info.status for one in runs(clone)] == ["FINISHED"]
+        if command.startswith("grep weights_sha256"):
+            assert len({line.split(":", 1)[1] for line in said.splitlines()}) == 1 < len(said.splitlines())
+        if "dist.world_size=4" in command:
+            assert "finished already, published again" in said
+            assert len(runs(clone)) == 1
+    assert sorted(one.info.status for one in runs(clone)) == ["FINISHED", "FINISHED"]
+
+
+def test_a_second_repro_is_up_to_date_within_six_seconds(clone: Path) -> None:
+    run(clone, "dvc repro")
+    started_at = time.monotonic()
+    assert "up to date" in run(clone, "dvc repro")
+    assert time.monotonic() - started_at < 6
+
+
+def test_an_experiment_in_a_temporary_folder_keeps_its_run_in_the_workspace(clone: Path) -> None:
+    before = {one.info.run_id for one in runs(clone)}
+    run(clone, "dvc exp run --temp --name in-a-temporary-folder -S seed=5 -S train.epochs=1 -S model.name=mlp")
+    (new,) = [one for one in runs(clone) if one.info.run_id not in before]
+    assert new.info.status == "FINISHED"
+    assert new.data.tags["dvc.experiment"] == "in-a-temporary-folder"
+    assert "test/accuracy" in new.data.metrics
+    assert (clone / "runs" / new.data.tags["lockstep.fingerprint"] / "receipt.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.fault(3, "SIGTERM to dvc; SIGKILL of it")
+def test_when_dvc_is_killed_training_stops_resumable_and_leaves_no_orphan(number: signal.Signals, clone: Path) -> None:
+    changed = clone / "params.yaml"
+    before = changed.read_text()
+    changed.write_text(before.replace("epochs: 2", f"epochs: {60 + number}"))
+    process = subprocess.Popen(["dvc", "repro"], cwd=clone, env=environment_of(clone), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        journal = wait_for_training(clone)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        process.wait(30)
+        _, alive = psutil.wait_procs(children, timeout=30)
+        assert not alive
+        status = json.loads((journal.parent / "status.json").read_text())
+        assert (status["outcome"], status["exit_code"]) == ("stopped", 75)
+        assert Path(status["checkpoint"]).exists()
+    finally:
+        changed.write_text(before)
+    tag = journal.parent.name
+    (run,) = [one for one in runs(clone) if one.data.tags["lockstep.fingerprint"] == tag]
+    assert run.info.status == "KILLED"
+
+
+def wait_for_training(clone: Path) -> Path:
+    """The journal of the training that is under way, once it has a metric."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        for status in clone.glob("runs/*/status.json"):
+            journal = status.parent / "journal.jsonl"
+            if json.loads(status.read_text())["outcome"] == "running" and last(journal, "started", "metrics")["kind"] == "metrics":
+                return journal
+        time.sleep(0.1)
+    raise AssertionError("training never began")
+
+
+def test_dvc_shows_metrics_and_plots(clone: Path) -> None:
+    assert "top5_accuracy" in run(clone, "dvc metrics show")
+    run(clone, "dvc plots show")
+    assert (clone / "dvc_plots" / "index.html").stat().st_size

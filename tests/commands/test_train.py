@@ -1,0 +1,155 @@
+"""The train stage for real: torchrun, signals, restarts, recognition, and what MLflow is told."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from tests.kit.experiment import LONGER, Experiment
+from tests.kit.trainings import experiment_steps, mlflow_runs, ranks_of, same_figures, wait_for_step, weights
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.fault(3, "SIGTERM to train, SIGINT to it, SIGTERM to one rank")
+@pytest.mark.fault(21, "ordered: stopped on 2, 3 and 1 ranks, ended on 2")
+def test_stopped_anywhere_and_resumed_on_other_ranks_it_ends_with_the_same_bits(baseline: Experiment, experiment: Experiment) -> None:
+    experiment.set(**LONGER).run("prepare")
+    total = experiment_steps(baseline)
+    # In the middle of an epoch, by the launcher's SIGTERM; near its end, by Ctrl-C; in the last epoch, by a SIGTERM to one rank.
+    for world_size, step, to_rank in ((2, total // 8, False), (3, total // 2, False), (1, total - 20, True)):
+        experiment.set(**LONGER, dist__world_size=world_size, dist__batch_size_per_gpu=96 // world_size)
+        process = experiment.start("train")
+        wait_for_step(experiment, step, process)
+        children = psutil.Process(process.pid).children(recursive=True)
+        (ranks_of(process)[0] if to_rank else process).send_signal(signal.SIGINT if world_size == 3 else signal.SIGTERM)
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 75, said
+        assert "stopped on request" in said
+        assert not psutil.wait_procs(children, timeout=5)[1]
+        status = json.loads((experiment.run_folder / "status.json").read_text())
+        assert (status["outcome"], status["exit_code"]) == ("stopped", 75)
+        assert step <= status["step"] < total
+        assert Path(status["checkpoint"]).name == f"step-{status['step']:08d}.safetensors"
+        assert [run.info.status for run in mlflow_runs(experiment)] == ["KILLED"]
+    experiment.set(**LONGER)
+    experiment.run("train")
+    assert weights(experiment) == weights(baseline)
+    assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
+    same_figures(experiment, baseline)
+
+
+def test_a_killed_rank_costs_a_restart_and_not_one_bit(baseline: Experiment, experiment: Experiment) -> None:
+    experiment.set(**LONGER).run("prepare")
+    process = experiment.start("train")
+    wait_for_step(experiment, experiment_steps(baseline) * 3 // 8, process)
+    victim = ranks_of(process)[1]
+    os.kill(victim.pid, signal.SIGKILL)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "rank 1 was ended by SIGKILL in step " in said
+    assert weights(experiment) == weights(baseline)
+    same_figures(experiment, baseline)
+    assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
+
+
+def test_a_killed_launcher_leaves_no_orphan_and_the_next_start_goes_on(baseline: Experiment, experiment: Experiment) -> None:
+    experiment.set(**LONGER).run("prepare")
+    process = experiment.start("train")
+    wait_for_step(experiment, experiment_steps(baseline) // 2, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate(timeout=30)
+    # At once: its ranks are still saving, and its mirror is still sending.
+    experiment.run("train")
+    assert not psutil.wait_procs(children, timeout=1)[1]
+    assert weights(experiment) == weights(baseline)
+    assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
+    same_figures(experiment, baseline)
+
+
+@pytest.mark.fault(27, "SIGKILL of train between its receipt and its outs")
+def test_a_launcher_killed_while_it_publishes_leaves_nothing_out_for_good(baseline: Experiment, experiment: Experiment) -> None:
+    experiment.set(**LONGER).run("prepare")
+    process = experiment.start("train")
+    while not list((experiment.folder / "runs").glob("*/receipt.json")):
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.kill()
+    process.communicate(timeout=30)
+    assert "finished already" not in experiment.run("train")
+    same_figures(experiment, baseline)
+    (run,) = mlflow_runs(experiment)
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["lockstep.weights_sha256"] == weights(experiment)
+    assert "best/validation_accuracy" in run.data.metrics
+    assert "finished already" in experiment.run("train")
+
+
+def test_a_second_signal_ends_it_at_once(experiment: Experiment) -> None:
+    experiment.set(**LONGER).run("prepare")
+    process = experiment.start("train")
+    wait_for_step(experiment, 10, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode in (130, 143), said
+    assert not psutil.wait_procs(children, timeout=5)[1]
+
+
+def test_the_same_experiment_on_another_placement_is_recognised_in_seconds(baseline: Experiment) -> None:
+    before = (baseline.folder / "models/receipt.json").read_bytes()
+    baseline.set(**LONGER, dist__world_size=4, dist__batch_size_per_gpu=24)
+    started_at = time.monotonic()
+    said = baseline.run("train")
+    assert time.monotonic() - started_at < 5
+    assert "finished already, published again" in said
+    assert (baseline.folder / "models/receipt.json").read_bytes() == before
+    assert len(mlflow_runs(baseline)) == 1
+    baseline.set(**LONGER)
+
+
+@pytest.mark.fault(20, "a second start beside the first")
+def test_two_trainings_of_one_experiment_do_not_run_at_once(experiment: Experiment) -> None:
+    experiment.set(**LONGER).run("prepare")
+    first = experiment.start("train")
+    wait_for_step(experiment, 1, first)
+    started_at = time.monotonic()
+    said = experiment.run("train", expect=4)
+    assert time.monotonic() - started_at < 2
+    assert f"process {first.pid}" in said
+    first.terminate()
+    first.communicate(timeout=60)
+
+
+@pytest.mark.fault(15, "a learning rate of 1e30, every step saved")
+def test_divergence_ends_with_5_and_is_not_kept(experiment: Experiment) -> None:
+    experiment.set(train__learning_rate=1e30, train__warmup_epochs=0, train__momentum=0.0, model__name="mlp", checkpoint__every_steps=1)
+    experiment.run("prepare")
+    said = experiment.run("train", expect=5)
+    assert "training diverged" in said
+    assert json.loads((experiment.run_folder / "status.json").read_text())["outcome"] == "diverged"
+    assert [run.info.status for run in mlflow_runs(experiment)] == ["FAILED"]
+    kept = sorted((experiment.run_folder / "checkpoints").glob("step-*.safetensors"))
+    assert kept, "nothing was saved before it diverged, so nothing is shown"
+    for path in kept:
+        assert all(value.isfinite().all() for value in load_file(path).values())
+
+
+@pytest.mark.fault(12, "a prepared file one byte short")
+def test_damaged_data_end_with_3_before_any_rank_starts(experiment: Experiment) -> None:
+    cure = f"run: python -m pipeline prepare --params {experiment.params}"
+    assert cure in experiment.run("train", expect=3)
+    experiment.run("prepare")
+    path = experiment.folder / "data/prepared/validation-labels.npy"
+    path.write_bytes(path.read_bytes()[:-1])
+    said = experiment.run("train", expect=3)
+    assert str(path) in said
+    assert "expected SHA-256" in said
+    assert not list((experiment.folder / "runs").glob("*/logs/*/torchrun.log"))

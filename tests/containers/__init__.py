@@ -1,0 +1,1 @@
+"""Docker, Compose and other systems."""

@@ -1,0 +1,1 @@
+"""What a run must survive, done for real."""

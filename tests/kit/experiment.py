@@ -1,0 +1,109 @@
+"""A small experiment in a folder of its own, and the commands on it."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline import prepare
+from pipeline.config import Config
+from pipeline.files import Paths
+from pipeline.job import Job
+
+ROOT = Path(__file__).parents[2]
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    """A small experiment that takes seconds; `train__epochs=2` changes one key."""
+    values: dict[str, Any] = {
+        "data": {"name": "synthetic:1200"},
+        "train": {"epochs": 2, "precision": "fp32", "learning_rate": 0.05},
+        "dist": {"batch_size_per_gpu": 48, "world_size": 2, "lanes": 4},
+        "checkpoint": {"every_steps": 5, "keep": 2},
+    }
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        if key:
+            values.setdefault(section, {})[key] = value
+        else:
+            values[section] = value
+    return values
+
+
+# With a global batch that three ranks can share.
+SMALL = settings(data__name="synthetic:3000", dist__batch_size_per_gpu=96)
+
+
+# Long enough to be hurt.
+LONGER = {"data": {"name": "synthetic:6000"}, "train__epochs": 4, "model__name": "lenet", "checkpoint__every_steps": 20}
+
+
+def clean_environment() -> dict[str, str]:
+    """This environment without what would send an experiment's run elsewhere; `mlflow.set_tracking_uri` in a test sets such a thing."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "DVC_"))}
+
+
+@dataclass
+class Experiment:
+    """A params file in a folder of its own, and the commands on it."""
+
+    folder: Path
+
+    def set(self, **changes: Any) -> "Experiment":
+        self.params.write_text(yaml.safe_dump(settings(**changes)))
+        return self
+
+    @property
+    def params(self) -> Path:
+        return self.folder / "params.yaml"
+
+    @property
+    def run_folder(self) -> Path:
+        (found,) = (path.parent for path in (self.folder / "runs").glob("*/journal.jsonl"))
+        return found
+
+    def start(self, command: str, *words: str, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "pipeline", command, "--params", str(self.params), *words],
+            cwd=ROOT,
+            env=clean_environment() | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, command: str, *words: str, expect: int = 0, **environment: str) -> str:
+        process = self.start(command, *words, **environment)
+        said, _ = process.communicate(timeout=280)
+        assert process.returncode == expect, said
+        return said
+
+    def json(self, name: str) -> Any:
+        return json.loads((self.folder / name).read_text())
+
+    def journal(self, kind: str) -> list[dict[str, Any]]:
+        lines = (self.run_folder / "journal.jsonl").read_text().splitlines()
+        return [line for line in map(json.loads, lines) if line["kind"] == kind]
+
+
+def make_job(folder: Path, precision: str = "fp32", **changes: Any) -> Job:
+    """A job on the CPU as the launcher would write it, with its data prepared."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = Config.model_validate(settings(**changes))
+    paths = Paths(folder / "params.yaml")
+    if not paths.prepared.exists():
+        prepare.run(config, paths)
+    values = {
+        "config": config,
+        "device": "cpu",
+        "backend": "gloo",
+        "precision": precision,
+        "prepared": paths.prepared,
+        "run": folder / "run",
+    }
+    return Job.model_validate(values)

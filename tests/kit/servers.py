@@ -1,0 +1,100 @@
+"""MLflow's server for tests, and a proxy before it that is slow, deaf or a liar."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from tests.kit.compose import free_port
+from tests.kit.experiment import clean_environment
+
+
+class Server:
+    """A real one, with a store of its own that outlives it."""
+
+    def __init__(self, folder: Path, **environment: str):
+        self.folder, self.port, self._environment = folder, free_port(), environment
+        folder.mkdir(exist_ok=True)
+
+    @property
+    def uri(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, answers: int = 200) -> "Server":
+        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
+        store = ["--backend-store-uri", f"sqlite:///{self.folder / 'mlflow.db'}", "--artifacts-destination", str(self.folder / "artifacts")]
+        environment = clean_environment() | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"} | self._environment
+        log = (self.folder / "server.log").open("a")
+        self._process = subprocess.Popen([*command, *store], env=environment, stdout=log, stderr=log, start_new_session=True)
+        log.close()
+        until = time.monotonic() + 90
+        while self._status() != answers:
+            assert self._process.poll() is None and time.monotonic() < until, (self.folder / "server.log").read_text()[-2000:]
+            time.sleep(0.2)
+        return self
+
+    def _status(self) -> int:
+        try:
+            with urllib.request.urlopen(f"{self.uri}/api/2.0/mlflow/experiments/search?max_results=1", timeout=5) as answer:
+                return answer.status
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return 0
+
+    def kill(self) -> None:
+        """With its workers, by SIGKILL."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, 9)
+        self._process.wait()
+
+
+class Proxy:
+    """Passes requests on to a server, unless its mode is another: slow (3 s each), hole, 500, liar."""
+
+    def __init__(self, target: str):
+        self.mode, self.target, proxy = "pass", target, self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: object) -> None:
+                pass
+
+        for verb in ("GET", "POST", "PUT", "PATCH", "DELETE"):
+            setattr(Handler, f"do_{verb}", lambda asked: proxy.answer(asked))
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.uri = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def answer(self, asked: BaseHTTPRequestHandler) -> None:
+        body = asked.rfile.read(int(asked.headers.get("Content-Length") or 0))
+        mode = self.mode
+        if mode == "hole":
+            time.sleep(300)
+            return
+        if mode == "slow":
+            time.sleep(3)
+        status, content = (500, b"no") if mode == "500" else (200, b"{}") if mode == "liar" else self._passed_on(asked, body)
+        asked.send_response(status)
+        asked.send_header("Content-Type", "application/json")
+        asked.send_header("Content-Length", str(len(content)))
+        asked.end_headers()
+        asked.wfile.write(content)
+
+    def _passed_on(self, asked: BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes]:
+        headers = {name: value for name, value in asked.headers.items() if name.lower() not in ("host", "content-length")}
+        request = urllib.request.Request(f"{self.target}{asked.path}", data=body or None, headers=headers, method=asked.command)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()

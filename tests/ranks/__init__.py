@@ -1,0 +1,1 @@
+"""Functions on real ranks: bits, strategies, evaluation."""

@@ -1,0 +1,179 @@
+"""Placement, fingerprint and lock: decided from what is asked for and what is here."""
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline import ranks
+from pipeline.cluster.environment import engine
+from pipeline.config import Config, ConfigError, MachineError
+from pipeline.hardware import network
+from pipeline.hardware.machine import Machine
+from pipeline.hardware.placement import place
+from pipeline.launch.node import resolve_num_nodes
+from pipeline.runs import identity as fingerprints
+from pipeline.runs.identity import fingerprint, whole_identity
+from pipeline.runs.lock import run_lock
+from tests.kit.experiment import Experiment, settings
+
+NO_GPU = Machine([], 0, "a cpu", True)
+OLD_CPU = Machine([], 0, "an old cpu", False)
+TWO_GPUS = Machine(["H200", "H200"], 9, "a cpu", True, 13000)
+ONE_GPU = Machine(["H200"], 9, "a cpu", True, 13000)
+OLD_GPUS = Machine(["V100", "V100"], 7, "a cpu", True, 13000)
+
+
+def config(**changes) -> Config:
+    return Config.model_validate(settings(**({"train__precision": "auto"} | changes)))
+
+
+@pytest.mark.parametrize(
+    ("machine", "changes", "expected"),
+    [
+        (NO_GPU, {}, ("cpu", "gloo", "bf16")),
+        (OLD_CPU, {}, ("cpu", "gloo", "fp32")),
+        (OLD_CPU, {"train__precision": "bf16"}, ("cpu", "gloo", "bf16")),
+        (TWO_GPUS, {}, ("cuda", "nccl", "bf16")),
+        (TWO_GPUS, {"dist__backend": "gloo"}, ("cuda", "gloo", "bf16")),
+        (ONE_GPU, {}, ("cuda", "gloo", "bf16")),
+        (OLD_GPUS, {}, ("cuda", "nccl", "fp32")),
+    ],
+)
+def test_auto_is_what_the_machine_can_do(machine: Machine, changes, expected: tuple[str, str, str]) -> None:
+    placed = place(config(**changes), machine)
+    assert (placed.device, placed.backend, placed.precision) == expected
+
+
+@pytest.mark.parametrize(
+    ("machine", "part"),
+    [
+        (NO_GPU, r"needs GPUs.*set backend: gloo"),
+        (ONE_GPU, r"2 ranks, 1 GPUs.*set world_size: 1"),
+        (Machine(["A100", "H200"], 8, "a cpu", True, 13000), "several kinds"),
+    ],
+)
+@pytest.mark.fault(24, "nccl without a GPU, more ranks than GPUs, GPUs of two kinds")
+def test_what_cannot_be_names_the_setting_that_works(machine: Machine, part: str) -> None:
+    with pytest.raises(MachineError, match=part):
+        place(config(dist__backend="nccl"), machine)
+
+
+def name(machine: Machine = NO_GPU, digest: str = "d", **changes) -> str:
+    return fingerprint(whole_identity(config(**changes), place(config(**changes), machine), digest))
+
+
+@pytest.mark.fault(22, "settings, data, device and code changed one at a time")
+def test_the_fingerprint_follows_from_identity_data_and_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    here = name()
+    assert name(dist__world_size=4, dist__batch_size_per_gpu=24) == here
+    assert len({here, name(seed=2), name(OLD_CPU), name(TWO_GPUS), name(digest="e"), name(train__precision="fp32")}) == 6
+    assert name(train__precision="bf16") == here
+    native = {"dist__reduction": "native", "dist__lanes": None}
+    assert name(ONE_GPU, **native) != name(TWO_GPUS, **native)
+    assert name(ONE_GPU) == name(TWO_GPUS)
+    copy = tmp_path / "pipeline"
+    shutil.copytree(fingerprints.PACKAGE, copy)
+    monkeypatch.setattr(fingerprints, "PACKAGE", copy)
+    assert name() == here
+    (copy / "tracking" / "journal.py").write_text("what only records")
+    assert name() == here
+    (copy / "training" / "loop.py").write_text("what a rank computes")
+    assert name() != here
+
+
+def test_a_lock_that_a_living_process_holds_is_refused_at_once(tmp_path: Path) -> None:
+    with run_lock(tmp_path / "lock"):
+        started_at = time.monotonic()
+        with pytest.raises(MachineError, match=rf"running already, on .* as process {os.getpid()} since"), run_lock(tmp_path / "lock"):
+            pass
+        assert time.monotonic() - started_at < 1
+
+
+def test_a_lock_whose_launcher_is_dead_is_waited_for(tmp_path: Path) -> None:
+    """As after a kill -9: the descriptor is still held by what the launcher started."""
+    path = tmp_path / "lock"
+    path.write_text(json.dumps({"host": os.uname().nodename, "pid": 4194304, "since": "then"}))
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        process = subprocess.Popen(["sleep", "1.5"], pass_fds=(file.fileno(),))
+    started_at = time.monotonic()
+    with run_lock(path):
+        assert time.monotonic() - started_at > 1
+    process.wait()
+
+
+def test_an_engine_is_believed_or_told_what_is_missing() -> None:
+    assert engine(config(), {}) is None
+    assert engine(config(), {"PET_NNODES": "1:1"}) is None
+    named = {"PET_NNODES": "1:2", "PET_RDZV_ENDPOINT": "job-0:29500", "PET_NODE_RANK": "1"}
+    found = engine(config(), named)
+    assert found is not None
+    assert (found.nodes, found.leads, found.host, found.port) == (2, False, "job-0", 29500)
+    here = engine(config(), {"PET_NNODES": "2", "PET_MASTER_ADDR": "localhost"})
+    assert here is not None
+    assert (here.leads, here.port) == (True, 29500)
+    with pytest.raises(ConfigError, match="set world_size: 8"):
+        engine(config(), named | {"PET_NPROC_PER_NODE": "4"})
+    with pytest.raises(ConfigError, match="says where they meet"):
+        engine(config(), {"PET_NNODES": "2"})
+
+
+def test_several_machines_without_a_leader_are_refused_with_the_two_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"pipeline lead dvc repro.*pipeline join HOST.*nodes: 1"):
+        resolve_num_nodes(config(dist__nodes=2))
+    monkeypatch.setenv("LOCKSTEP_STORE", "127.0.0.1:1")
+    monkeypatch.setenv("LOCKSTEP_NODES", "2")
+    assert resolve_num_nodes(config()).dist.nodes == 2
+    monkeypatch.setenv("LOCKSTEP_NODES", "3")
+    with pytest.raises(ConfigError, match=r"2 ranks cannot be spread evenly over 3 machines"):
+        resolve_num_nodes(config())
+
+
+def test_an_address_is_a_host_with_the_usual_port_or_its_own() -> None:
+    assert network.split("leader") == ("leader", 29400)
+    assert network.split("leader:1234") == ("leader", 1234)
+    assert network.split("[::1]:1234") == ("::1", 1234)
+    for wrong in ("leader:", ":29400", "leader:port"):
+        with pytest.raises(ConfigError, match="write HOST:PORT"):
+            network.split(wrong)
+
+
+@pytest.mark.fault(19, "the port of lead is taken")
+def test_a_taken_port_is_named_with_another(experiment: Experiment) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(MachineError, match=f"port {port}: .*--port"):
+            network.listen(port)
+        said = experiment.run("lead", "--port", str(port), "true", expect=4)
+    assert f"port {port}" in said
+
+
+def test_a_command_that_is_not_there_is_refused(experiment: Experiment) -> None:
+    assert "no program 'dvcc'" in experiment.run("lead", "dvcc", "repro", expect=2)
+    assert "no command" in experiment.run("lead", expect=2)
+
+
+def test_the_interface_towards_a_host_is_known() -> None:
+    assert network.own_address("127.0.0.1", 1) == "127.0.0.1"
+    assert network.interface("127.0.0.1") == "lo"
+    assert network.interface("203.0.113.77") is None
+
+
+def test_a_group_that_is_not_whole_does_not_begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MachineError, match=r"1 of 2 ranks together.*clocks"):
+        ranks.seat(2, 5)

@@ -1,0 +1,181 @@
+"""Who stands still, who never began, whom nobody should wait for, and when it is enough."""
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.launch import watchdog
+from pipeline.launch.failures import HUNG, Failure
+from pipeline.launch.restarts import RestartPolicy
+from pipeline.launch.watchdog import Watchdog
+from tests.kit.experiment import LONGER, ROOT, Experiment
+from tests.kit.trainings import same_figures, wait_for_step
+
+Note = Callable[[str, object], None]
+# A process with a rank's heartbeat, and with nothing else of it: in a step, `computing`, `waiting` or `finishing`, and no further.
+RANK = """
+import sys, time
+from pathlib import Path
+from pipeline.heartbeat import Heartbeat
+folder, doing, step = Path(sys.argv[1]), *sys.argv[2:]
+heartbeat = Heartbeat(folder)
+heartbeat.seated(int(folder.name))
+heartbeat.computing(int(step))
+if doing != "computing":
+    getattr(heartbeat, doing)()
+time.sleep(100)
+"""
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`start(local_rank, doing, step)`: a process that looks like a rank."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def one(local: int, doing: str, step: int) -> "subprocess.Popen[bytes]":
+        folder = tmp_path / "job" / "attempt_0" / str(local)
+        folder.mkdir(parents=True)
+        started.append(subprocess.Popen([sys.executable, "-c", RANK, str(folder), doing, str(step)], cwd=ROOT))
+        while not (folder / "heartbeat").exists():
+            time.sleep(0.01)
+        return started[-1]
+
+    yield one
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def verdict(dog: Watchdog, seconds: float = 10) -> Failure:
+    """What the watchdog says, sooner or later."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if failure := dog.look():
+            return failure
+        time.sleep(0.05)
+    raise AssertionError("it has seen nothing")
+
+
+def test_the_rank_that_all_wait_for_is_named_with_all_stacks(start: Start, tmp_path: Path) -> None:
+    said: list[str] = []
+    start(0, "waiting", 7)
+    start(1, "computing", 7)
+    failure = verdict(Watchdog(tmp_path, 2, False, 1.0, said.append))
+    assert (failure.rank, failure.step, failure.exit_code, failure.waiting) == (1, 7, HUNG, False)
+    assert "rank 1 stands still in step 7" in failure.cause
+    assert len(said) == 1 and "may be for 1 s (dist.timeout_seconds)" in said[0]
+    for path in tmp_path.rglob("stacks.log"):
+        assert "most recent call first" in path.read_text()
+
+
+def test_a_rank_that_never_begins_is_noticed(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "START_SECONDS", 2)
+    start(0, "waiting", 0)
+    started_at = time.monotonic()
+    failure = verdict(Watchdog(tmp_path, 2, False, 0.1, lambda _: None))
+    assert time.monotonic() - started_at > 2, "who has yet to import torch has longer than a step"
+    assert failure.rank is None
+    assert "1 of 2 ranks here have not begun" in failure.cause
+
+
+def test_who_writes_the_model_is_given_longer_than_a_step(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "START_SECONDS", 2)
+    start(0, "finishing", 7)
+    started_at = time.monotonic()
+    verdict(Watchdog(tmp_path, 1, False, 0.1, lambda _: None))
+    assert time.monotonic() - started_at > 2
+
+
+def test_a_rank_that_waits_for_another_machine_is_no_cause_and_can_be_ended(start: Start, tmp_path: Path) -> None:
+    processes = [start(0, "waiting", 7), start(1, "waiting", 7)]
+    dog = Watchdog(tmp_path, 2, True, 1.0, lambda _: None)
+    failure = verdict(dog)
+    assert failure.waiting and failure.is_consequence
+    assert "waits in step 7 for another machine's" in failure.cause
+    dog.kill_ranks()
+    assert [process.wait(5) for process in processes] == [-9, -9]
+
+
+def test_who_outlives_a_lost_rank_is_ended(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "OUTLIVE_SECONDS", 1)
+    left, lost = start(0, "waiting", 7), start(1, "computing", 7)
+    dog = Watchdog(tmp_path, 2, False, 60.0, lambda _: None)
+    lost.kill()
+    lost.wait()
+    until = time.monotonic() + 10
+    while left.poll() is None:
+        assert dog.look() is None
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert left.returncode == -9
+
+
+def test_a_machine_that_only_leaves_waits_for_the_one_that_writes_the_model(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "START_SECONDS", 2)
+    for doing, waits in (("leaving", True), ("finishing", False)):
+        start(0, doing, 7)
+        started_at = time.monotonic()
+        failure = verdict(Watchdog(tmp_path, 1, True, 0.1, lambda _: None))
+        assert time.monotonic() - started_at > 2
+        assert failure.waiting is waits
+        shutil.rmtree(tmp_path / "job")
+
+
+@pytest.mark.slow
+@pytest.mark.fault(5, "the whole job stopped for 8 s, as by `docker pause`, with a timeout of 5 s")
+def test_a_job_that_slept_as_a_whole_goes_on(baseline: Experiment, experiment: Experiment, record_property: Note) -> None:
+    experiment.set(**LONGER, dist__timeout_seconds=5).run("prepare")
+    process = experiment.start("train")
+    wait_for_step(experiment, 30, process)
+    asleep = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for one in reversed(asleep):
+        one.suspend()
+    time.sleep(8)
+    for one in asleep:
+        one.resume()
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "starting again" not in said
+    assert "stands still" not in said
+    same_figures(experiment, baseline)
+    record_property("happened", "no timeout, no restart, bit-equal")
+
+
+def lost(step: int, exit_code: int = -9, host: str | None = None) -> Failure:
+    return Failure(0, exit_code, "", 0, step, host=host)
+
+
+def test_a_job_that_gets_on_is_started_again_without_end() -> None:
+    patience = RestartPolicy()
+    assert [patience.reason_to_stop(lost(step)) for step in range(0, 200, 2)] == [None] * 100
+
+
+def test_three_starts_that_got_no_further_are_enough() -> None:
+    patience = RestartPolicy()
+    assert [patience.reason_to_stop(lost(step)) for step in (30, 20, 30)] == [None] * 3
+    assert patience.reason_to_stop(lost(10)) == "3 starts in a row got no further than step 30"
+    assert patience.reason_to_stop(lost(31)) is None, "it got further after all"
+    assert [patience.reason_to_stop(lost(31)) for _ in range(2)] == [None] * 2
+
+
+def test_another_machines_failures_are_counted_apart() -> None:
+    patience = RestartPolicy()
+    assert [patience.reason_to_stop(lost(30, host=host)) for host in (None, "b", None, "b", None)] == [None] * 5
+    assert patience.reason_to_stop(lost(30, host="b")) == "3 starts in a row got no further than step 30"
+
+
+def test_a_step_that_fails_twice_from_within_is_enough() -> None:
+    patience = RestartPolicy()
+    assert patience.reason_to_stop(lost(12, exit_code=1)) is None
+    assert patience.reason_to_stop(lost(11, exit_code=1)) is None
+    assert patience.reason_to_stop(lost(12, exit_code=-11)) == "step 12 has failed twice"
+    assert RestartPolicy().reason_to_stop(lost(12, exit_code=-9)) is None
