@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import yaml
 
+from pipeline.launch.agent_command import environment
 from pipeline.launch.node import Node
-from pipeline.launch.supervisor import environment
 from pipeline.tracking.journal import last
 
 ROOT = Path(__file__).parents[1]

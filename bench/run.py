@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 from bench import recovery  # noqa: E402
 from bench.silent import mean_speed  # noqa: E402
 from pipeline.hardware import machine  # noqa: E402
+from pipeline.launch.agent_command import environment  # noqa: E402
 from pipeline.launch.node import Node  # noqa: E402
-from pipeline.launch.supervisor import environment  # noqa: E402
 from pipeline.tracking.journal import read  # noqa: E402
 
 PAIRS = 7

@@ -87,6 +87,7 @@ class Dist(Section):
     lanes_per_rank: list[int] | None = None
     threads_per_rank: int = Field(default=1, ge=1)
     timeout_seconds: int = Field(default=300, ge=5)
+    grace_seconds: int = Field(default=60, ge=1)
 
     @property
     def global_batch(self) -> int:

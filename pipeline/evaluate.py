@@ -16,6 +16,7 @@ from pipeline.launch.node import resolve_num_nodes
 from pipeline.report import plots
 from pipeline.runs.lock import run_lock
 from pipeline.stage import RankStage, run_header
+from pipeline.timeouts import lock_seconds
 from pipeline.tracking.journal import Journal
 
 
@@ -41,7 +42,7 @@ def run(config: Config, paths: Paths) -> int:
         run=run,
         weights=paths.models / "model.safetensors",
     )
-    with run_lock(run / "lock") as lock:
+    with run_lock(run / "lock", lock_seconds(config.dist.grace_seconds)) as lock:
         job.result.unlink(missing_ok=True)
 
         def finish(journal: Journal, run_id: str | None) -> str:

@@ -102,7 +102,7 @@ def seat(world_size: int, timeout_seconds: float) -> Rendezvous:
     host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_seconds)
     store = dist.TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=timeout)  # pyright: ignore[reportPrivateImportUsage]
     store = PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], store)
-    if os.environ["LOCKSTEP_LEADS"] == "1" and os.environ["LOCAL_RANK"] == "0":
+    if os.environ.get("LOCKSTEP_LEADS", str(int(os.environ["GROUP_RANK"] == "0"))) == "1" and os.environ["LOCAL_RANK"] == "0":
         store.set("first", str(rank))
     rank = (rank - int(store.get("first"))) % size
     heartbeat.seated(rank)

@@ -12,11 +12,12 @@ from pipeline.files import Paths
 from pipeline.hardware import machine
 from pipeline.job import Job
 from pipeline.launch import outcome, supervisor
-from pipeline.launch.failures import Failure
+from pipeline.launch.failures import FINAL_EXITS, Failure
 from pipeline.launch.node import Membership, SingleNode
 from pipeline.launch.process_tree import dvc_above
 from pipeline.launch.restarts import RestartPolicy
 from pipeline.runs import checkpoints, status
+from pipeline.timeouts import RETURN_SECONDS
 from pipeline.tracking import journal as journals
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.mirror_process import MirrorProcess, address
@@ -107,7 +108,7 @@ class _Observer:
     def failed(self, failure: Failure) -> str | None:
         """Say of every failure what happened and what becomes of it."""
         self._lost = True
-        if failure.exit_code in supervisor.FINAL_EXITS:
+        if failure.exit_code in FINAL_EXITS:
             return None
         spent = self._patience.reason_to_stop(failure)
         if not spent:
@@ -136,7 +137,7 @@ class _Observer:
         if journals.last(self._job.journal, "started", "finished", "stopped").get("kind") != "started":
             return True
         if self._lost and not self._waiting and idle_seconds > WAITING_SECONDS:
-            self._progress.say(f"waiting for a lost worker to come back, for {supervisor.RETURN_SECONDS} s at most")
+            self._progress.say(f"waiting for a lost worker to come back, for {RETURN_SECONDS} s at most")
             self._waiting = True
         return False
 

@@ -24,6 +24,7 @@ from pipeline.runs.identity import fingerprint, versions, whole_identity, write_
 from pipeline.runs.lock import run_lock
 from pipeline.runs.resume import import_run
 from pipeline.stage import RankStage, run_header
+from pipeline.timeouts import lock_seconds
 from pipeline.tracking import journal as journals
 from pipeline.tracking import receipt
 from pipeline.tracking.journal import Journal
@@ -53,7 +54,7 @@ def run(config: Config, paths: Paths, resume: Path | None = None) -> int:
         prepared=paths.prepared,
         run=paths.runs / name,
     )
-    with run_lock(job.run / "lock") as lock:
+    with run_lock(job.run / "lock", lock_seconds(config.dist.grace_seconds)) as lock:
         if any(line["stage"] == "train" and line["outcome"] == "done" for line in journals.read(job.journal) if line["kind"] == "ended"):
             publish_again(job, paths)
             return 0

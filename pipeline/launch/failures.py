@@ -1,18 +1,18 @@
-"""A rank that failed: which one, where, why, and whether it is the cause or only heard of it."""
+"""A failed rank: which one, in which step, why, and whether it is the root cause or the consequence of another's failure."""
 
 import contextlib
 import json
 import re
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pipeline import heartbeat
-from pipeline.heartbeat import Snapshot
 
-# What a rank says when it is a peer that was lost.
+# What a rank's error says if it lost its connection to a peer.
 CONSEQUENCE = re.compile(
     r"onnection (closed|reset|refused|was likely closed)|connectFullMesh|Broken pipe|Timed out waiting|unhandled system error"
     r"|remote process exited|communicator was aborted|collective operation timeout"
@@ -21,32 +21,34 @@ OUT_OF_MEMORY = re.compile(r"out of memory|[Cc]an(no|')t allocate memory|not eno
 OUR_OWN = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 # A rank that hung; the same code as for one that was lost.
 HUNG = 6
+# Exit codes of a rank that say that starting again cannot help.
+FINAL_EXITS = (2, 3, 4, 5, HUNG)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first rank that failed in an attempt, on one machine."""
+    """The root cause of the end of an attempt, on one machine."""
 
     rank: int | None
     exit_code: int
     cause: str
     attempt: int
-    # The step that it was in; -1 before the first one.
+    # The step in which it failed; -1 before the first one.
     step: int = -1
-    # Whether the kernel ended it for want of memory.
+    # The kernel killed it, as memory ran out.
     oom_killed: bool = False
-    # Whether it waits for another machine's rank.
+    # It hangs, but only because it waits for another machine's rank.
     waiting: bool = False
     host: str | None = None
     at: float = field(default_factory=time.monotonic)
 
     @property
     def signal(self) -> str | None:
-        return signal.Signals(-self.exit_code).name if self.exit_code < 0 else None
+        return signal_name(-self.exit_code) if self.exit_code < 0 else None
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it only tells of another's."""
+        """True if this is the consequence of another rank's failure, such as a connection reset, and no root cause."""
         return self.waiting or (self.signal is None and bool(CONSEQUENCE.search(self.cause)))
 
     @property
@@ -55,69 +57,63 @@ class Failure:
 
     @property
     def deterministic(self) -> bool:
-        """Whether it comes from within, so that the same step would fail again."""
+        """True if the same step would fail again (exception, segfault, out of memory), unlike a kill from outside."""
         return not self.is_consequence and (self.out_of_memory or self.exit_code > 0 or self.signal in OUR_OWN)
 
 
 @dataclass
 class LaunchResult:
-    """What happened while torchrun ran."""
+    """What happened while the agent ran."""
 
     stopped_by: int | None = None
     stopped_at_once: bool = False
     exit_code: int = 0
     nobody_came_back: bool = False
     given_up: str | None = None
-    torchrun_was_stopped: bool = False
-    # Torchrun has ended, and nobody said why.
+    # A signal reached the agent itself.
+    agent_was_stopped: bool = False
+    # The agent has ended, and no report says why.
     unexplained: bool = False
     failures: list[Failure] = field(default_factory=list[Failure])
 
     def root_cause(self) -> Failure:
-        """Of the failures that came with the last one, the one that is not a peer's complaint."""
+        """Return the failure that explains the last one, which may be its consequence on another machine."""
         last = self.failures[-1]
         together = [one for one in self.failures if one.attempt == last.attempt or (one.host != last.host and one.at > last.at - 15)]
         return next((one for one in together if not one.is_consequence), last)
 
 
-def folder_of(logs: Path, attempt: int, local_rank: int) -> Path | None:
-    """Where torchrun keeps what a rank of an attempt says."""
-    return next(iter(logs.glob(f"*/attempt_{attempt}/{local_rank}")), None)
+def failure_of(folder: Path, attempt: int, ranks: int, exit_codes: dict[int, int], oom_killed: Callable[[], bool]) -> Failure:
+    """Return the root cause among the ranks of an attempt, given the exit codes of those that ended by themselves.
+
+    A rank whose error came first may end last: the agent has then killed it, and its error file tells.
+    """
+    by_itself: list[Failure] = []
+    killed: list[Failure] = []
+    for local in range(ranks):
+        snapshot, cause, code = heartbeat.read(folder / str(local)), cause_of(folder / str(local)), exit_codes.get(local)
+        rank, step = (snapshot.rank, snapshot.step) if snapshot else (local, -1)
+        if code is not None:
+            by_itself.append(Failure(rank, code, cause, attempt, step, code == -signal.SIGKILL and oom_killed()))
+        elif (snapshot and snapshot.exit_code) or (folder / str(local) / "error.json").exists():
+            killed.append(Failure(rank, (snapshot and snapshot.exit_code) or 1, cause, attempt, step))
+    return next((one for one in by_itself + killed if not one.is_consequence), by_itself[0])
 
 
-def snapshot_of(folder: Path | None) -> Snapshot | None:
-    """Where a rank was last."""
-    return heartbeat.read(folder) if folder else None
-
-
-def newest_attempt(logs: Path) -> int:
-    """How often all ranks have been started again."""
-    return max((int(path.name.partition("_")[2]) for path in logs.glob("*/attempt_*")), default=0)
-
-
-def exit_reasons(logs: Path, ranks: int) -> list[Failure]:
-    """What ranks of the newest attempt have left as their last words."""
-    attempt = newest_attempt(logs)
-    signs = [sign for local in range(ranks) if (sign := snapshot_of(folder_of(logs, attempt, local)))]
-    return [Failure(sign.rank, sign.exit_code, sign.words, attempt, sign.step) for sign in signs if sign.exit_code]
-
-
-def first_lost(logs: Path, attempt: int, closed: set[int]) -> tuple[int, int] | None:
-    """Local rank and exit code (0: not known) of the one that went by itself, where torchrun ended those with the given numbers."""
-    for folder in sorted(logs.glob(f"*/attempt_{attempt}/*")):
-        sign = snapshot_of(folder) if folder.name.isdigit() else None
-        if sign and sign.pid not in closed:
-            return int(folder.name), sign.exit_code or int((folder / "error.json").exists())
-    return None
-
-
-def cause_of(folder: Path | None) -> str:
-    """What a rank said last: its own error, or the last line it wrote."""
+def exit_reasons(folder: Path | None, ranks: int) -> list[Failure]:
+    """Return what the ranks of an attempt have written of their own end."""
     if folder is None:
-        return ""
-    sign = heartbeat.read(folder)
-    if sign and sign.words:
-        return sign.words
+        return []
+    attempt = int(folder.name.partition("_")[2])
+    found = [snapshot for local in range(ranks) if (snapshot := heartbeat.read(folder / str(local)))]
+    return [Failure(one.rank, one.exit_code, one.words, attempt, one.step) for one in found if one.exit_code]
+
+
+def cause_of(folder: Path) -> str:
+    """Return a rank's own error, or the last line it wrote to stderr."""
+    snapshot = heartbeat.read(folder)
+    if snapshot and snapshot.words:
+        return snapshot.words
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         message: Any = json.loads((folder / "error.json").read_text())["message"]
         return str(message if isinstance(message, str) else message["message"]).strip()
@@ -125,3 +121,11 @@ def cause_of(folder: Path | None) -> str:
         lines = [line for line in (folder / "stderr.log").read_text(errors="replace").splitlines() if line.strip()]
         return lines[-1].strip() if lines else ""
     return ""
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal, or its number if it has none, as those from 35 to 63."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

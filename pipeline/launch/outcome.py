@@ -6,54 +6,65 @@ from dataclasses import replace
 
 from pipeline.config import Config, MachineError, PeerError
 from pipeline.job import Job
-from pipeline.launch.failures import Failure, LaunchResult
-from pipeline.launch.supervisor import FINAL_EXITS, RETURN_SECONDS
+from pipeline.launch.failures import FINAL_EXITS, Failure, LaunchResult, signal_name
 from pipeline.runs.status import INTERRUPTED, STOPPED, TERMINATED, Outcome
+from pipeline.timeouts import RETURN_SECONDS
 from pipeline.tracking import journal
 
 LITTLE_BYTES = 1 << 20
+NAMES = {2: "configuration", 3: "data", 4: "machine", 5: "diverged"}
 
 
-def judge(watch: LaunchResult, job: Job, checkpoint: str | None, command: str) -> Outcome:
-    """What became of the last start in this run's journal."""
-    run = job.run
-    end = journal.last(job.journal, "started", "finished", "stopped")
+def judge(result: LaunchResult, job: Job, checkpoint: str | None, command: str) -> Outcome:
+    """Return how the newest start in this run's journal ended."""
+    end = journal.last(job.journal, "started", "finished", "stopped")["kind"]
     step = journal.last(job.journal, "metrics", "finished", "stopped").get("step", 0)
-
-    def ended(outcome: str, exit_code: int, cause: str, rank: int | None = None) -> Outcome:
-        return Outcome(outcome, exit_code, cause, rank, step, checkpoint, command)
-
-    if watch.exit_code == 0 and end["kind"] != "stopped":
+    if end == "finished" or (result.exit_code == 0 and end != "stopped"):
+        # Also where a signal came when rank 0 had written all.
         return Outcome("done", 0, "", None, step, checkpoint, "")
-    if watch.stopped_at_once:
-        return ended("stopped", INTERRUPTED if watch.stopped_by == signal.SIGINT else TERMINATED, "stopped at once by a second signal")
-    if end["kind"] == "stopped" and watch.stopped_by is None and watch.exit_code < 0:
-        return ended("stopped", STOPPED, f"torchrun was ended by {signal.Signals(-watch.exit_code).name}; its ranks saved at step {step}")
-    told = [one for one in watch.failures if one.exit_code in FINAL_EXITS] if end["kind"] != "stopped" else []
-    if end["kind"] == "stopped":
-        return ended("stopped", STOPPED, f"stopped on request at step {step}")
-    if not told and (watch.stopped_by is not None or watch.torchrun_was_stopped):
-        return ended("stopped", STOPPED, f"stopped on request after step {step}, when nothing could be saved")
-    silent = watch.unexplained or not watch.failures
-    if silent and shutil.disk_usage(run).free < LITTLE_BYTES:
-        return ended("machine", MachineError.exit_code, f"{run}: the disk is full, and torchrun died of it; make room")
+    stopped = _stopped(result, end == "stopped", step)
+    if stopped is not None:
+        return Outcome("stopped", *stopped, None, step, checkpoint, command)
+    return _failed(result, job, Outcome("failed", PeerError.exit_code, "", None, step, checkpoint, command))
+
+
+def _stopped(result: LaunchResult, saved: bool, step: int) -> tuple[int, str] | None:
+    """Return exit code and cause if the ranks were stopped, None if they failed."""
+    if result.stopped_at_once:
+        return INTERRUPTED if result.stopped_by == signal.SIGINT else TERMINATED, "stopped at once by a second signal"
+    if saved and result.stopped_by is None and result.exit_code < 0:
+        return STOPPED, f"torchrun was ended by {signal_name(-result.exit_code)}; its ranks saved at step {step}"
+    if saved:
+        return STOPPED, f"stopped on request at step {step}"
+    final = any(one.exit_code in FINAL_EXITS for one in result.failures)
+    if not final and (result.stopped_by is not None or result.agent_was_stopped):
+        return STOPPED, f"stopped on request after step {step}, when nothing could be saved"
+    return None
+
+
+def _failed(result: LaunchResult, job: Job, end: Outcome) -> Outcome:
+    """Return the outcome of ranks that failed, for people and with its exit code."""
+    silent = result.unexplained or not result.failures
+    if silent and shutil.disk_usage(job.run).free < LITTLE_BYTES:
+        cause = f"{job.run}: the disk is full, and torchrun died of it; make room"
+        return replace(end, outcome="machine", exit_code=MachineError.exit_code, cause=cause)
     if silent:
-        return ended("failed", PeerError.exit_code, f"torchrun ended with {watch.exit_code} and no word from a rank; see {run / 'logs'}")
-    failure = watch.root_cause()
-    step = max(step, failure.step)
+        return replace(end, cause=f"torchrun ended with {result.exit_code} and no word from a rank; see {job.run / 'logs'}")
+    failure = result.root_cause()
+    end = replace(end, rank=failure.rank, step=max(end.step, failure.step))
     if failure.out_of_memory:
-        return ended("machine", MachineError.exit_code, describe(failure, job.config), failure.rank)
+        return replace(end, outcome="machine", exit_code=MachineError.exit_code, cause=describe(failure, job.config))
     if failure.exit_code > 1:
-        name = {2: "configuration", 3: "data", 4: "machine", 5: "diverged"}.get(failure.exit_code, "failed")
-        # On a full disk even last words may be lost.
-        cause = failure.cause or f"{run}: a rank could not go on nor say why; see that there is room and a right to write"
-        end = ended(name, failure.exit_code if failure.exit_code in (2, 3, 4, 5) else PeerError.exit_code, cause, failure.rank)
+        # On a full disk a rank cannot even write why it ends.
+        cause = failure.cause or f"{job.run}: a rank could not go on nor say why; see that there is room and a right to write"
+        name = NAMES.get(failure.exit_code)
+        end = replace(end, outcome=name or "failed", exit_code=failure.exit_code if name else PeerError.exit_code, cause=cause)
         # The same settings would diverge again.
         return replace(end, command="") if name == "diverged" else end
-    why = watch.given_up or "torchrun gave up"
-    if watch.nobody_came_back:
+    why = result.given_up or "torchrun gave up"
+    if result.nobody_came_back:
         why = f"the lost machine did not come back in {RETURN_SECONDS} s"
-    return ended("failed", PeerError.exit_code, f"{describe(failure, job.config)}; {why}; logs: {run / 'logs'}", failure.rank)
+    return replace(end, cause=f"{describe(failure, job.config)}; {why}; logs: {job.run / 'logs'}")
 
 
 def broken(error: OSError, step: int, checkpoint: str | None, command: str) -> Outcome:

@@ -1,23 +1,32 @@
-"""Signals to the launcher: the first asks the ranks to stop, a person's second one ends them at once."""
+"""Signals to the launcher: a stop request is passed on once; only a person's second request ends the ranks at once."""
 
 import contextlib
 import os
 import signal
+import time
 from types import FrameType
 
 from pipeline.launch.process_tree import dvc_above, is_dvc, kill
+from pipeline.timeouts import STORM_SECONDS
 
 
-class Stopper:
-    """Signals to this process for as long as a child runs: the first asks the child to stop, the second ends everything at once."""
+class StopRequest:
+    """Handles SIGTERM, SIGINT and SIGHUP for as long as a child runs.
+
+    The first signal asks the child to stop. What follows within STORM_SECONDS belongs to the same request: an engine signals every
+    process of a job, and `lead` and the agent pass the signal on. A later signal kills the child and all below it.
+    """
 
     def __init__(self, child: int):
         self._child = child
         self._dvc = dvc_above()
+        self._signalled_at: float | None = None
+        self._requested = False
+        # The signal that asked first, or the one that ended it at once; SIGTERM if DVC or another machine asked.
         self.signal: int | None = None
         self.at_once = False
 
-    def __enter__(self) -> "Stopper":
+    def __enter__(self) -> "StopRequest":
         self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
         if self._before[signal.SIGHUP] == signal.SIG_IGN:
             # Under nohup the end of a terminal is no reason to stop.
@@ -31,21 +40,23 @@ class Stopper:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self.signal is not None:
-            self.at_once = True
-            self.signal = number
+        now = time.monotonic()
+        if self._signalled_at is None:
+            self._signalled_at = now
+            self.request(number)
+        elif now > self._signalled_at + STORM_SECONDS:
+            self.at_once, self.signal = True, number
             kill(self._child)
+
+    def request(self, number: int = signal.SIGTERM) -> None:
+        """Ask the child to stop, once."""
+        if self._requested:
             return
-        self.signal = number
+        self._requested, self.signal = True, number
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._child, signal.SIGTERM)
 
     def if_orphaned(self) -> None:
-        """DVC has gone and left us running: nobody would hear of the end, so stop and keep what there is."""
+        """Stop if the DVC above is gone: nobody would hear of the end."""
         if self._dvc is not None and not is_dvc(self._dvc):
-            self.ask()
-
-    def ask(self) -> None:
-        """Ask the child to stop, unless it was asked before."""
-        if self.signal is None:
-            self._on_signal(signal.SIGTERM, None)
+            self.request()

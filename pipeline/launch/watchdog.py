@@ -9,14 +9,16 @@ from pathlib import Path
 
 import psutil
 
+from pipeline import heartbeat
 from pipeline.heartbeat import AT_WORK, COMPUTING, FINISHING, LEAVING, Snapshot
-from pipeline.launch.failures import HUNG, Failure, folder_of, newest_attempt, snapshot_of
+from pipeline.launch.failures import HUNG, Failure
+from pipeline.timeouts import START_SECONDS
 
 LOOK_SECONDS = 0.5
 # How long ranks may outlive one of them, and how long they have to write down their stacks.
-OUTLIVE_SECONDS, DUMP_SECONDS = 6, 0.3
+DUMP_SECONDS = 0.3
 # How long ranks may take to begin and to write the model, at least, and how near to a loss want of memory explains it.
-START_SECONDS, NEAR_SECONDS = 120, 3
+NEAR_SECONDS = 3
 # A rank for which the others wait in so large a share of so much time is slow.
 SLOW_SHARE, SLOW_SECONDS = 0.6, 30
 
@@ -27,11 +29,16 @@ class Watchdog:
     def __init__(self, logs: Path, ranks: int, others: bool, limit_seconds: float, say: Callable[[str], None]):
         self._logs, self._ranks, self._others, self._limit, self._say = logs, ranks, others, limit_seconds, say
         self._looked_at = self._changed_at = self._whole_at = self._window_at = time.monotonic()
+        self._folder: Path | None = None
         self._seen: dict[int, Snapshot] = {}
         self._warned, self._hung_in = False, -1
         self._alive: dict[int, Snapshot] = {}
         self._behind: dict[int, float] = {}
         self._starved, self._starved_at = _oom_kills(), -60.0
+
+    def started(self, folder: Path) -> None:
+        """Watch the ranks of a new attempt, whose heartbeats are in this folder."""
+        self._folder = folder
 
     def look(self) -> Failure | None:
         """The rank that has stood still for longer than it may, if one has; its stacks are then written down."""
@@ -44,17 +51,13 @@ class Watchdog:
             # This process was stopped too, as by `docker pause`: what it slept through does not count.
             self._changed_at, self._whole_at, self._window_at = self._changed_at + since, self._whole_at + since, self._window_at + since
         self._look_at_memory(now)
-        attempt = newest_attempt(self._logs)
-        signs = {local: sign for local in range(self._ranks) if (sign := snapshot_of(folder_of(self._logs, attempt, local)))}
+        folder, attempt = self._folder, int(self._folder.name.partition("_")[2]) if self._folder else 0
+        signs = {local: sign for local in range(self._ranks) if folder and (sign := heartbeat.read(folder / str(local)))}
         alive = {local: sign for local, sign in signs.items() if self._lives(sign.pid)}
         if signs != self._seen or (signs and not alive):
             self._seen, self._changed_at = signs, now
         self._whole_at = now if len(alive) == len(signs) else self._whole_at
         self._alive = alive
-        if alive and now - self._whole_at > OUTLIVE_SECONDS:
-            # Their peer is gone and they have not noticed: torchrun would give them 30 s.
-            self.kill_ranks()
-            return None
         self._look_for_slow(alive, since, now)
         # Who has yet to import torch, or has but the model to write, is not late so soon.
         stepping = len(alive) == self._ranks and all(sign.phase not in (FINISHING, LEAVING) for sign in alive.values())
@@ -118,9 +121,8 @@ class Watchdog:
                 os.kill(sign.pid, signal.SIGCONT)
         time.sleep(DUMP_SECONDS)
         for local, sign in alive.items():
-            folder = folder_of(self._logs, attempt, local)
-            assert folder is not None
-            with contextlib.suppress(OSError), (folder / "stacks.log").open("a") as file:
+            assert self._folder is not None
+            with contextlib.suppress(OSError), (self._folder / str(local) / "stacks.log").open("a") as file:
                 file.write(f"rank {sign.rank}, process {sign.pid}: {states[sign.pid]}, step {sign.step}, beat {sign.beats}\n")
         step = min((sign.step for sign in alive.values()), default=-1)
         where = f"stacks of all ranks: {self._logs}/**/stacks.log"

@@ -17,12 +17,9 @@ from pipeline.config import MachineError
 
 log = logging.getLogger(__name__)
 
-# More than ranks are given to save and leave.
-PATIENCE_SECONDS = 90
-
 
 @contextmanager
-def run_lock(path: Path) -> Generator[int]:
+def run_lock(path: Path, wait_seconds: float = 90) -> Generator[int]:
     """Hold the lock, or say who does; the kernel lets go of it when all who have its descriptor have ended, however they end.
 
     torchrun is given the descriptor too, and the rank that writes holds `writing.lock`: after a kill of the launcher its ranks are
@@ -31,7 +28,7 @@ def run_lock(path: Path) -> Generator[int]:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        until, waiting = time.monotonic() + PATIENCE_SECONDS, False
+        until, waiting = time.monotonic() + wait_seconds, False
         while not (mine := _locked(file)) or not _is_free(path.with_name("writing.lock")):
             if time.monotonic() > until or (not mine and _holder_lives(file)):
                 raise MachineError(f"{path.parent}: this experiment is running already, {_holder(file)}; wait for it or stop it")

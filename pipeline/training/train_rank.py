@@ -25,6 +25,7 @@ from pipeline.files import locked
 from pipeline.job import Job
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.ranks import Ranks
+from pipeline.timeouts import alarm_seconds, collective_seconds
 from pipeline.tracking.journal import Journal, Silent, Writer
 from pipeline.training import loop, schedule
 from pipeline.training.checkpoint import Checkpoints, weights_sha256
@@ -33,8 +34,6 @@ from pipeline.training.export import export
 from pipeline.training.guard import Diverged, NonFiniteGuard, write_down
 from pipeline.training.stopping import Stop
 
-# The launcher's watchdog is earlier; where it is gone too, this is what ends a rank that waits in vain.
-PATIENCE_TIMES, LEAST_PATIENCE_SECONDS = 10, 600
 PR_SET_PDEATHSIG = 1
 # What a disk says, and no network.
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES)
@@ -72,7 +71,7 @@ class Notes(logging.Handler):
 def joined(job: Job) -> Generator[Ranks]:
     """This process as a rank: bits fixed, group joined, and left again."""
     fix_bits(job)
-    timeout_seconds = max(job.config.dist.timeout_seconds * PATIENCE_TIMES, LEAST_PATIENCE_SECONDS)
+    timeout_seconds = collective_seconds(job.config.dist.timeout_seconds)
     group = ranks.join(job.device, job.backend, ranks.seat(job.config.dist.world_size, timeout_seconds), timeout_seconds)
     yield group
     # Not after an error: a peer may wait for this rank in a collective, and leaving would wait for the peer.
@@ -116,7 +115,7 @@ def train(job: Job, group: Ranks, journal: Writer) -> tuple[nn.Module, int, bool
     optimizer = schedule.optimizer(config.train, list(model.parameters()))
     steps = plan(job, order)
     evaluation = Evaluation(store.open_split(job.prepared, "validation"), pixels, manifest.num_classes, group)
-    stop = Stop(group)
+    stop = Stop(group, alarm_seconds(config.dist.grace_seconds))
 
     def explain(step: int) -> str:
         return write_down(job.run / "diverged.json", task, lanes, group, order.lane, step)
@@ -157,8 +156,8 @@ def run_as_rank(main: Callable[[Job], None]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if b"torch.distributed.run" not in Path(f"/proc/{os.getppid()}/cmdline").read_bytes():
-            # It has gone while this process began: nobody would hear of it.
+        if os.environ.get("LOCKSTEP_AGENT", str(os.getppid())) != str(os.getppid()):
+            # The agent has gone while this process began: nobody would hear of it.
             sys.exit(1)
     job = jobs.read(Path(sys.argv[1]))
     record(lambda: named(main, job))()

@@ -16,7 +16,7 @@ from tests.kit.experiment import clean_environment
 
 MARK = "LOCKSTEP_CHAOS"
 KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
-WORDS = {"torchrun": "torch.distributed.run", "rank": "pipeline.training.train_rank", "mirror": "pipeline.tracking.mirror"}
+WORDS = {"torchrun": "pipeline.launch.agent", "rank": "pipeline.training.train_rank", "mirror": "pipeline.tracking.mirror"}
 # Whom which signal is sent to, all at once.
 SENT: dict[str, tuple[tuple[str, signal.Signals], ...]] = {
     "rank-kill": (("rank", KILL),),

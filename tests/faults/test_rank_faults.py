@@ -192,7 +192,7 @@ def test_a_sigterm_to_torchrun_stops_all_ranks_at_one_step(baseline: Experiment,
     process = experiment.start("train")
     wait_for_step(experiment, 60, process)
     children = psutil.Process(process.pid).children(recursive=True)
-    (torchrun,) = [one for one in children if "torch.distributed.run" in one.cmdline()]
+    (torchrun,) = [one for one in children if "pipeline.launch.agent" in one.cmdline()]
     os.kill(torchrun.pid, signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 75, said

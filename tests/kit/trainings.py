@@ -27,7 +27,7 @@ def ranks_of(process: subprocess.Popen[str], module: str = "rank") -> list[psuti
     for one in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
             words = one.cmdline()
-            if (f"pipeline.training.{module}" in words or "tests.kit.faulty" in words) and "torch.distributed.run" not in words:
+            if (f"pipeline.training.{module}" in words or "tests.kit.faulty" in words) and "pipeline.launch.agent" not in words:
                 found.append(one)
     return found
 
