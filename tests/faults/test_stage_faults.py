@@ -90,7 +90,7 @@ def test_an_interrupted_stage_leaves_nothing_half_written_and_can_be_run_again(
     experiment.run("train")
     same_figures(experiment, baseline)
     process = experiment.start("evaluate")
-    while not ranks_of(process, "examine"):
+    while not ranks_of(process, "evaluate_rank"):
         assert process.poll() is None
         time.sleep(0.01)
     codes.append(interrupted(process, times)[0])

@@ -22,7 +22,7 @@ def wait_for_step(experiment: Experiment, step: int, process: subprocess.Popen[s
     raise AssertionError("the step was never reached")
 
 
-def ranks_of(process: subprocess.Popen[str], module: str = "rank") -> list[psutil.Process]:
+def ranks_of(process: subprocess.Popen[str], module: str = "train_rank") -> list[psutil.Process]:
     found = []
     for one in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
