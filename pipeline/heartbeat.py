@@ -5,6 +5,9 @@ import mmap
 import os
 import signal
 import struct
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +16,7 @@ FORM = struct.Struct("<6q")
 SIZE_BYTES = 4096
 STARTING, COMPUTING, WAITING, FINISHING, LEAVING = range(5)
 AT_WORK = (COMPUTING, FINISHING)
+BEAT_SECONDS = 1
 
 
 class Heartbeat:
@@ -47,9 +51,22 @@ class Heartbeat:
         """The own part is done; from here on it is for the others."""
         self._show(WAITING)
 
-    def finishing(self) -> None:
-        """All steps are done; the model is being written, which has no beats of its own."""
-        self._show(FINISHING)
+    @contextmanager
+    def beating(self, phase: int = COMPUTING) -> Generator[None]:
+        """Beat from a thread while something runs that has no steps, such as writing a large file."""
+        self._show(phase)
+        done = threading.Event()
+        thread = threading.Thread(target=lambda: self._beat(phase, done), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def _beat(self, phase: int, done: threading.Event) -> None:
+        while not done.wait(BEAT_SECONDS):
+            self._show(phase)
 
     def leaving(self) -> None:
         """All is done but for the others, of whom one may be finishing."""

@@ -68,13 +68,16 @@ class Checkpoints:
         self._folder, self._keep, self._ranks, self._journal = folder, keep, ranks, journal
         # Of the newest checkpoint, and whether the journal tells of a first one.
         self._saved, self._told = -1, False
+        # True if the restored checkpoint was saved when a stop had cut the validation of its step short.
+        self.validation_due = False
 
     def restore(self, model: nn.Module, optimizer: Optimizer) -> int:
         """Load the newest good checkpoint and return its step; 0 where there is none yet."""
         content = self._ranks.from_first(self._ranks.only_first(self._newest, b""))
         if not content:
             return 0
-        tensors, step = from_bytes(content), int(facts_of(content)["step"])
+        tensors, facts = from_bytes(content), facts_of(content)
+        step, self.validation_due = int(facts["step"]), "validation_due" in facts
         model.load_state_dict({name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")})
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         state: dict[int, dict[str, Tensor]] = {}
@@ -86,13 +89,14 @@ class Checkpoints:
         self._saved = step
         return step
 
-    def save(self, step: int, model: nn.Module, optimizer: Optimizer) -> bool:
+    def save(self, step: int, model: nn.Module, optimizer: Optimizer, validation_due: bool = False) -> bool:
         """Write a checkpoint of this step, unless there is one, and drop the oldest; whether the journal has yet to tell of one."""
         if step == self._saved:
             return False
         before, self._saved = self._saved, step
-        self._ranks.heartbeat.computing()
-        self._ranks.only_first(lambda: self._write(step, before, model, optimizer), None)
+        due = {"validation_due": "true"} if validation_due else {}
+        with self._ranks.heartbeat.beating():
+            self._ranks.only_first(lambda: self._write(step, before, model, optimizer, due), None)
         told, self._told = self._told, True
         return not told
 
@@ -100,13 +104,13 @@ class Checkpoints:
         """Keep the model with the highest accuracy on validation; of equals, the first."""
         self._ranks.only_first(lambda: self._write_best(model, step, accuracy), None)
 
-    def _write(self, step: int, before: int, model: nn.Module, optimizer: Optimizer) -> None:
+    def _write(self, step: int, before: int, model: nn.Module, optimizer: Optimizer, due: dict[str, str]) -> None:
         tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
         state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
         for index, values in state.items():
             tensors |= {f"optimizer.{index}.{key}": value for key, value in values.items() if isinstance(value, Tensor)}
         index = self._index()
-        content = packed(tensors, step=str(step), best=json.dumps(index.get("best")))
+        content = packed(tensors, step=str(step), best=json.dumps(index.get("best")), **due)
         file = f"step-{step:08d}.safetensors"
         atomic_write(self._folder / file, content)
         # Not those that were refused when this run went on: they would push out good ones.

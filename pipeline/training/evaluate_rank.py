@@ -23,6 +23,7 @@ def main(job: Job) -> None:
         pixels = Pixels(manifest.mean, manifest.std, group.device)
         evaluation = Evaluation(store.open_split(job.prepared, "test"), pixels, manifest.num_classes, group)
         result = evaluation(model, schedule.autocast_dtype(job.precision))
+        assert result is not None
         group.only_first(lambda: write(job, result), None)
 
 

@@ -1,5 +1,6 @@
 """Exact evaluation: every sample once, in pieces that do not depend on the ranks, summed in a fixed order."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,14 +44,21 @@ class Evaluation:
         self._total = len(split.labels)
 
     @torch.inference_mode()
-    def __call__(self, model: nn.Module, dtype: torch.dtype | None) -> Result:
-        """Go through the split; every rank must call it."""
+    def __call__(self, model: nn.Module, dtype: torch.dtype | None, stopped: Callable[[], bool] = lambda: False) -> Result | None:
+        """Evaluate the split; every rank must call it. Returns None if `stopped`, the same on all ranks, becomes true."""
         was_training = model.training
         model.eval()
         device = self._pixels.device
         losses: list[Tensor] = []
         counts = torch.zeros(1 + self._num_classes**2, dtype=torch.int64, device=device)
-        for images, labels in self._batches:
+        for index in range(max(self._per_rank)):
+            if stopped():
+                model.train(was_training)
+                return None
+            if index >= len(self._batches):
+                # This rank has a chunk less, and is asked as often.
+                continue
+            images, labels = self._batches[index]
             self._ranks.heartbeat.computing()
             labels = labels.to(device)
             with torch.autocast(device.type, dtype, enabled=dtype is not None):

@@ -44,15 +44,17 @@ class Parts:
     checkpoints: Checkpoints
     journal: Writer
     stop: Stopping
-    validate: Callable[[nn.Module], Result]
+    # None if the ranks were asked to stop.
+    validate: Callable[[nn.Module], Result | None]
 
 
-def run(model: nn.Module, steps: Steps, parts: Parts) -> int:
-    """Train from the newest checkpoint to the last step, or until asked to stop; returns the step reached."""
+def run(model: nn.Module, steps: Steps, parts: Parts) -> tuple[int, bool]:
+    """Train from the newest checkpoint to the last step, or until asked to stop; returns the step reached, and True if all is done."""
     step = parts.checkpoints.restore(model, parts.optimizer)
     parts.guard.start(step)
     speed = Speed(steps.global_batch, step)
-    while step < steps.total and not parts.stop.agreed():
+    going_on = not parts.checkpoints.validation_due or validated(model, step, parts)
+    while going_on and step < steps.total and not parts.stop.agreed():
         parts.schedule.apply(parts.optimizer, step)
         totals = parts.strategy.backward(step)
         parts.guard.look()
@@ -64,20 +66,28 @@ def run(model: nn.Module, steps: Steps, parts: Parts) -> int:
             rate = {"train/learning_rate": parts.schedule.rate(step - 1), "train/samples": float(step * steps.global_batch)}
             parts.journal.metrics(means | rate | speed.since_last(step), step)
         if step % steps.per_epoch == 0:
-            result = parts.validate(parts.guard.sound(step))
-            parts.journal.metrics(finite({"validation/loss": result.loss, "validation/accuracy": result.accuracy}, step), step)
-            parts.checkpoints.save_best(model, step, result.accuracy)
+            going_on = validated(model, step, parts)
             speed.restart(step)
-        if step % steps.per_checkpoint == 0:
+        if going_on and step % steps.per_checkpoint == 0:
             keep(parts, step)
-    keep(parts, step)
-    return step
+    keep(parts, step, validation_due=not going_on)
+    return step, going_on and step == steps.total
 
 
-def keep(parts: Parts, step: int) -> None:
-    """Save, and tell of it where nobody has: after it, so that a kill in between tells of nothing that is not there."""
+def validated(model: nn.Module, step: int, parts: Parts) -> bool:
+    """Validate, and keep the model if it is the best; returns False if all ranks were asked to stop meanwhile."""
+    result = parts.validate(parts.guard.sound(step))
+    if result is None:
+        return False
+    parts.journal.metrics(finite({"validation/loss": result.loss, "validation/accuracy": result.accuracy}, step), step)
+    parts.checkpoints.save_best(model, step, result.accuracy)
+    return True
+
+
+def keep(parts: Parts, step: int, validation_due: bool = False) -> None:
+    """Save, then journal the first checkpoint: a kill between the two must not announce a file that is not there."""
     parts.journal.sync()
-    if parts.checkpoints.save(step, parts.guard.sound(step), parts.optimizer):
+    if parts.checkpoints.save(step, parts.guard.sound(step), parts.optimizer, validation_due):
         parts.journal.event(FIRST_CHECKPOINT, step=step)
 
 

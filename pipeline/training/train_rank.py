@@ -22,6 +22,7 @@ from pipeline.data import augment, store
 from pipeline.data.batches import Batches, Pixels, resident
 from pipeline.data.order import Order
 from pipeline.files import locked
+from pipeline.heartbeat import FINISHING
 from pipeline.job import Job
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.ranks import Ranks
@@ -49,8 +50,8 @@ def main(job: Job) -> None:
             journal.event("stopped", step=step)
             return
         digest = weights_sha256(model.state_dict())
-        group.only_first(group.heartbeat.finishing, None)
-        group.only_first(lambda: export(job, model), None)
+        with group.only_first(lambda: group.heartbeat.beating(FINISHING), contextlib.nullcontext()):
+            group.only_first(lambda: export(job, model), None)
         journal.event("finished", step=step, weights_sha256=digest)
 
 
@@ -97,7 +98,7 @@ def build_model(job: Job, manifest: store.Manifest, device: torch.device) -> nn.
 
 
 def train(job: Job, group: Ranks, journal: Writer) -> tuple[nn.Module, int, bool]:
-    """All of a training on one rank: the model, the step reached, and whether it was the last one."""
+    """All of a training on one rank; returns the model, the step reached, and True if all is done."""
     config = job.config
     manifest = store.read_manifest(job.prepared)
     pixels = Pixels(manifest.mean, manifest.std, group.device)
@@ -129,11 +130,11 @@ def train(job: Job, group: Ranks, journal: Writer) -> tuple[nn.Module, int, bool
         checkpoints=Checkpoints(job.checkpoints, config.checkpoint.keep, group, job.journal),
         journal=journal,
         stop=stop,
-        validate=lambda model: evaluation(model, dtype),
+        validate=lambda model: evaluation(model, dtype, stop.agreed),
     )
-    step = loop.run(model, steps, parts)
+    step, finished = loop.run(model, steps, parts)
     stop.close()
-    return model, step, step == steps.total
+    return model, step, finished
 
 
 def batches(job: Job, pixels: Pixels, order: Order, own: range) -> Batches:
