@@ -1,6 +1,6 @@
 """A campaign of random faults: `python -m tests.faults.chaos --seed 1 --faults 100`.
 
-Small experiments are killed, stopped, oom_killed of disk and damaged, started again on other world sizes until they are done, and
+Small experiments are killed, stopped, left without disk and damaged, started again on other world sizes until they are done, and
 compared with the same experiments left alone. What is done follows from the seed; when exactly, down to the step, does not, as
 real machines differ in their timings. `--only N` repeats one experiment of a campaign; Ctrl-C ends it early, with its summary.
 """
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.tracking.journal import last
-from tests import chaos_checks as checks
+from tests.faults import chaos_checks as checks
 from tests.faults.chaos_experiments import EXPERIMENTS, disk, may_mount, pipeline, reference, write_params
 from tests.faults.chaos_faults import AFTER_THE_END, Fault, Start, hurt, plan, step_of
 
