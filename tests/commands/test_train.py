@@ -119,7 +119,7 @@ def test_a_second_signal_ends_it_at_once(experiment: Experiment, numbers: tuple[
         time.sleep(2.5)
         assert process.poll() is None
         process.send_signal(numbers[1])
-        said, _ = process.communicate(timeout=30)
+        said, _ = process.communicate(timeout=120)
     assert process.returncode == code, said
     assert not psutil.wait_procs(children, timeout=5)[1]
 
