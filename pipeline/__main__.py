@@ -4,10 +4,12 @@ import argparse
 import logging
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 
 from pipeline.config import Config, ConfigError, DataError, MachineError, PeerError, load
 from pipeline.files import Paths
@@ -47,6 +49,12 @@ def main() -> int:
         print("stopped; nothing half-written is left", file=sys.stderr)
         return 130
     return code
+
+
+def interrupt(number: int, _: FrameType | None) -> None:
+    """Raise KeyboardInterrupt for the first Ctrl-C, and ignore later ones: they would interrupt the cleaning up."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def with_params(text: str, params: Path) -> str:
@@ -100,4 +108,7 @@ def check_names(config: Config, params: Path) -> None:
 
 
 if __name__ == "__main__":
+    # A job in the background of a shell ignores Ctrl-C.
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, interrupt)
     sys.exit(main())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 import yaml
@@ -17,11 +18,16 @@ from tests.kit.checkout import clone_of
 from tests.kit.compose import IMAGE, USER, Project, sh
 from tests.kit.experiment import LONGER, ROOT, Experiment, clean_environment
 from tests.kit.groups import run_ranks
+from tests.kit.skips import NO_GPU, pytest_sessionfinish
 
-__all__ = ["run_ranks"]
+__all__ = ["pytest_sessionfinish", "run_ranks"]
 
 # As ranks have it: kernels round differently with another number of threads.
 torch.set_num_threads(1)
+# The same examples in every run of `make test`; others in each one with `--hypothesis-profile=fuzz`. A busy machine is no failure.
+hypothesis.settings.register_profile("ci", derandomize=True, database=None, deadline=None, max_examples=100)
+hypothesis.settings.register_profile("fuzz", database=None, deadline=None, max_examples=2000, print_blob=True)
+hypothesis.settings.load_profile("ci")
 # A shell's job in the background ignores Ctrl-C, and so would all that is started here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -35,17 +41,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     no_engine = shutil.which("docker") is None or subprocess.run(["docker", "info"], capture_output=True).returncode != 0
     for item in items:
         if no_gpu and item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="no GPU here"))
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
         if no_engine and item.get_closest_marker("docker"):
             item.add_marker(pytest.mark.skip(reason="no Docker engine answers here"))
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """In CI a skipped test that could have run is a failure; what may be skipped there is what needs a GPU."""
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    skipped = [report for report in reporter.stats.get("skipped", []) if "no GPU here" not in str(report.longrepr)] if reporter else []
-    if os.environ.get("LOCKSTEP_NO_SKIPS") and skipped and exitstatus == 0:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture

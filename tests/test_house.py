@@ -1,16 +1,20 @@
 """The house rules that a test can hold."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from pipeline.__main__ import COMMANDS
+from pipeline.config import Config
+from pipeline.data import store
 from tests.kit.experiment import ROOT
+from tests.kit.source import MODULES, NAMES, PACKAGE, closure, imports, module_name, reads_rank, touches_distributed
 
-PACKAGE = ROOT / "pipeline"
-MODULES = sorted(PACKAGE.rglob("*.py"))
+ALL = [*MODULES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "bench").glob("*.py"))]
 # From the bottom up; rooms of one floor ignore each other.
 FLOORS = [
     {"config", "files", "timeouts"},
@@ -30,35 +34,6 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "base", "core", "misc"}
 STAGES = ("prepare", "train", "evaluate")
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imports(path: Path) -> set[str]:
-    """Every module that a file imports, also inside functions; names that are modules of the package are resolved to them."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.module and not node.level, f"{path}: an import that does not name its module in full"
-            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
-            known = {name for name in submodules if name in NAMES}
-            names |= known or {node.module}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in NAMES:
-            # A catalogue's entry, or a module that torchrun is told to run.
-            names.add(node.value)
-    return names
-
-
-NAMES = {module_name(path): path for path in MODULES}
-
-
 def room(name: str) -> str:
     return name.split(".")[1] if "." in name else ""
 
@@ -67,7 +42,7 @@ def floor(name: str) -> int:
     return next(number for number, rooms in enumerate(FLOORS) if room(name) in rooms)
 
 
-@pytest.mark.parametrize("path", [*MODULES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "bench").glob("*.py"))], ids=str)
+@pytest.mark.parametrize("path", ALL, ids=str)
 def test_a_file_is_small_and_so_are_its_functions(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= 250
@@ -90,24 +65,10 @@ def test_imports_go_down_only(path: Path) -> None:
         assert floor(other) < floor(name), f"{name} imports {other}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
+@pytest.mark.parametrize("path", ALL, ids=module_name)
 def test_every_module_says_what_it_is_and_none_has_a_name_for_everything(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))
     assert path.stem not in FORBIDDEN_NAMES
-
-
-def closure(name: str) -> set[str]:
-    """All modules of the package that a module imports, directly or not, with the packages that hold them."""
-    found: set[str] = set()
-    left = [name]
-    while left:
-        module = left.pop()
-        if module in found or module not in NAMES:
-            continue
-        found.add(module)
-        left += [other for other in imports(NAMES[module]) if other.split(".")[0] == "pipeline"]
-        left += [module.rpartition(".")[0]]
-    return found
 
 
 def test_the_bottom_of_the_house_imports_neither_torch_nor_mlflow() -> None:
@@ -116,22 +77,49 @@ def test_the_bottom_of_the_house_imports_neither_torch_nor_mlflow() -> None:
         assert not {one.split(".")[0] for one in imports(NAMES[f"pipeline.{name}"])} & heavy
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.distributed.barrier()",
+        "from torch import distributed",
+        "from torch import distributed as dist",
+        "import torch.distributed as dist",
+        "from torch.nn.parallel import DistributedDataParallel",
+        "import_module('torch.distributed')",
+    ],
+)
+def test_no_way_to_torch_distributed_is_overlooked(source: str) -> None:
+    assert touches_distributed(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "os.environ['RANK']",
+        "os.environ[f'{prefix}RANK']",
+        "if rank == 0: pass",
+        "if ranks.rank != 0: pass",
+        "if 0 == group.rank: pass",
+        "if not rank: pass",
+        "if group.rank: pass",
+        "if rank < 1: pass",
+        "write = rank > 0 or late",
+        "late and self.rank",
+        "if dist.get_rank() == 0: pass",
+    ],
+)
+def test_no_way_to_favour_a_rank_is_overlooked(source: str) -> None:
+    assert reads_rank(source)
+
+
 def test_only_these_touch_torch_distributed() -> None:
-    for name, path in NAMES.items():
-        allowed = (
-            name == "pipeline.ranks"
-            or name.startswith("pipeline.parallel.")
-            or name in ("pipeline.training.checkpoint", "pipeline.cluster.store", "pipeline.launch.agent")
-        )
-        touches = {one for one in imports(path) if one.startswith("torch.distributed") or one == "torch.nn.parallel"}
-        touches -= {"torch.distributed.elastic.multiprocessing.errors"}
-        assert allowed or not touches, name
+    found = {name for name, path in NAMES.items() if touches_distributed(path.read_text())}
+    inside = {name for name in found if name.startswith("pipeline.parallel.")}
+    assert found - inside <= {"pipeline.ranks", "pipeline.training.checkpoint", "pipeline.cluster.store"}
 
 
 def test_only_ranks_reads_rank() -> None:
-    for name, path in NAMES.items():
-        text = path.read_text()
-        assert name == "pipeline.ranks" or ('"RANK"' not in text and "rank == 0" not in text and "get_rank" not in text), name
+    assert {name for name, path in NAMES.items() if reads_rank(path.read_text())} == {"pipeline.ranks"}
 
 
 def test_only_tracking_and_report_import_mlflow_and_no_rank_does() -> None:
@@ -152,6 +140,33 @@ def test_what_dvc_watches_covers_all_that_a_stage_imports(stage: str) -> None:
         if path == "pipeline/__init__.py":
             continue
         assert any(path == dep or path.startswith(f"{dep}/") for dep in deps), f"{stage} imports {path}"
+
+
+def leaves(section: type[BaseModel], prefix: str = "") -> set[str]:
+    """The keys of params.yaml, as `dist.world_size`."""
+    found: set[str] = set()
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        nested = isinstance(inner, type) and issubclass(inner, BaseModel)
+        found |= leaves(inner, f"{prefix}{name}.") if nested else {prefix + name}
+    return found
+
+
+def watched(stage: str) -> set[str]:
+    """The keys whose change makes DVC run a stage again."""
+    params = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"][stage].get("params", [])
+    return {key for key in leaves(Config) if any(key == one or key.startswith(f"{one}.") for one in params)}
+
+
+def test_the_params_that_dvc_watches_cover_all_that_a_stage_reads() -> None:
+    made_for = set(store.made_for(Config()))
+    # What prepare reads is in the manifest or says where the raw files lie, and reaches train with the prepared data.
+    assert made_for | {"data.root"} <= watched("prepare")
+    read = set(re.findall(r"config\.(\w+\.?\w*)", (PACKAGE / "prepare.py").read_text())) - {"Config", "draw_seed"}
+    assert {key for key in read if key in leaves(Config)} <= made_for | {"data.root"}
+    assert leaves(Config) - made_for - {"data.root"} <= watched("train")
+    # Evaluate takes all from the receipt but where it is to run, which does not change a figure.
+    assert set(re.findall(r"\bconfig\.(\w+)", (PACKAGE / "evaluate.py").read_text())) <= {"dist"}
 
 
 def test_every_dependency_that_dvc_watches_exists() -> None:

@@ -40,8 +40,8 @@ def engine(config: Config, variables: Mapping[str, str]) -> ClusterEnvironment |
         raise ConfigError("PET_NNODES: several machines, and neither PET_RDZV_ENDPOINT nor PET_MASTER_ADDR says where they meet")
     port = variables.get("PET_MASTER_PORT") or DEFAULT_PORT
     host, number = split(endpoint if ":" in endpoint else f"{endpoint}:{port}")
-    rank = variables.get("PET_NODE_RANK")
-    return ClusterEnvironment(nodes, rank == "0" if rank else _is_here(host, number), host, number)
+    node_rank = variables.get("PET_NODE_RANK")
+    return ClusterEnvironment(nodes, node_rank == "0" if node_rank else _is_here(host, number), host, number)
 
 
 def _is_here(host: str, port: int) -> bool:

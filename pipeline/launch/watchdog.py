@@ -31,7 +31,7 @@ class Watchdog:
         self._looked_at = self._changed_at = self._whole_at = self._window_at = time.monotonic()
         self._folder: Path | None = None
         self._seen: dict[int, Snapshot] = {}
-        self._warned, self._hung_in = False, -1
+        self._warned_of_idle, self._warned_of_slow, self._hung_in = False, False, -1
         self._alive: dict[int, Snapshot] = {}
         self._behind: dict[int, float] = {}
         self._starved, self._starved_at = _oom_kills(), -60.0
@@ -63,8 +63,8 @@ class Watchdog:
         stepping = len(alive) == self._ranks and all(sign.phase not in (FINISHING, LEAVING) for sign in alive.values())
         limit = self._limit if stepping else max(self._limit, START_SECONDS)
         idle = now - self._changed_at
-        if alive and idle > limit / 4 and not self._warned:
-            self._warned = True
+        if alive and idle > limit / 4 and not self._warned_of_idle:
+            self._warned_of_idle = True
             _, why, _ = self._late(alive)
             self._say(f"{why}; this has been so for {idle:.0f} s, and may be for {limit:.0f} s (dist.timeout_seconds)")
         if idle <= limit or attempt == self._hung_in or (self._others and not alive):
@@ -137,8 +137,8 @@ class Watchdog:
         if now - self._window_at < SLOW_SECONDS:
             return
         for rank, seconds in self._behind.items():
-            if seconds > SLOW_SHARE * (now - self._window_at) and not self._warned:
-                self._warned = True
+            if seconds > SLOW_SHARE * (now - self._window_at) and not self._warned_of_slow:
+                self._warned_of_slow = True
                 cure = "look at its device, or give it fewer lanes (dist.lanes_per_rank)"
                 self._say(
                     f"rank {rank} is slow: the others wait for it {100 * seconds / (now - self._window_at):.0f} % of the time; {cure}"

@@ -1,8 +1,11 @@
 """The train stage for real: torchrun, signals, restarts, recognition, and what MLflow is told."""
 
-import json
 import os
+import shutil
 import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,38 +13,53 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.kit.experiment import LONGER, Experiment
-from tests.kit.trainings import experiment_steps, mlflow_runs, ranks_of, same_figures, wait_for_step, weights
+from tests.kit.experiment import LONGER, ROOT, Experiment, clean_environment
+from tests.kit.trainings import experiment_steps, mlflow_runs, ranks_of, same_figures, status, suspended, wait_for_step, weights
+from tests.kit.waiting import child_cpu_seconds, until
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.fault(3, "SIGTERM to train, SIGINT to it, SIGTERM to one rank")
-@pytest.mark.fault(21, "ordered: stopped on 2, 3 and 1 ranks, ended on 2")
+@pytest.mark.fault(3, "SIGTERM to train, SIGINT to it, SIGHUP to it, SIGTERM to one rank")
+@pytest.mark.fault(21, "ordered: stopped on 2, 3, 2 and 1 ranks, ended on 2")
 def test_stopped_anywhere_and_resumed_on_other_ranks_it_ends_with_the_same_bits(baseline: Experiment, experiment: Experiment) -> None:
     experiment.set(**LONGER).run("prepare")
     total = experiment_steps(baseline)
-    # In the middle of an epoch, by the launcher's SIGTERM; near its end, by Ctrl-C; in the last epoch, by a SIGTERM to one rank.
-    for world_size, step, to_rank in ((2, total // 8, False), (3, total // 2, False), (1, total - 20, True)):
+    # In the middle of an epoch, near its end, as a terminal closes, and in the last epoch with a signal to one rank only.
+    stops = [(2, total // 8, signal.SIGTERM), (3, total // 2, signal.SIGINT), (2, total * 5 // 8, signal.SIGHUP), (1, total - 40, None)]
+    for world_size, step, number in stops:
         experiment.set(**LONGER, dist__world_size=world_size, dist__batch_size_per_gpu=96 // world_size)
         process = experiment.start("train")
         wait_for_step(experiment, step, process)
+        assert status(experiment)["process"] == f"{process.pid} on {socket.gethostname()}"
         children = psutil.Process(process.pid).children(recursive=True)
-        (ranks_of(process)[0] if to_rank else process).send_signal(signal.SIGINT if world_size == 3 else signal.SIGTERM)
+        with suspended(process) as ranks:
+            # Before the ranks go on: the training is not to end by itself.
+            (process if number else ranks[0]).send_signal(number or signal.SIGTERM)
         said, _ = process.communicate(timeout=60)
         assert process.returncode == 75, said
         assert "stopped on request" in said
         assert not psutil.wait_procs(children, timeout=5)[1]
-        status = json.loads((experiment.run_folder / "status.json").read_text())
-        assert (status["outcome"], status["exit_code"]) == ("stopped", 75)
-        assert step <= status["step"] < total
-        assert Path(status["checkpoint"]).name == f"step-{status['step']:08d}.safetensors"
+        ended = status(experiment)
+        assert (ended["outcome"], ended["exit_code"], ended["process"]) == ("stopped", 75, None)
+        assert step <= ended["step"] < total
+        assert Path(ended["checkpoint"]).name == f"step-{ended['step']:08d}.safetensors"
         assert [run.info.status for run in mlflow_runs(experiment)] == ["KILLED"]
-    experiment.set(**LONGER)
-    experiment.run("train")
+    resumed_under_nohup(experiment)
     assert weights(experiment) == weights(baseline)
     assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
     same_figures(experiment, baseline)
+
+
+def resumed_under_nohup(experiment: Experiment) -> None:
+    """Train to the end on two ranks, whatever the terminal does."""
+    command = ["nohup", sys.executable, "-m", "pipeline", "train", "--params", str(experiment.set(**LONGER).params)]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, cwd=ROOT, env=clean_environment(), text=True, **pipes)
+    until(lambda: len(ranks_of(process)) == 2, process)
+    process.send_signal(signal.SIGHUP)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
 
 
 def test_a_killed_rank_costs_a_restart_and_not_one_bit(baseline: Experiment, experiment: Experiment) -> None:
@@ -77,9 +95,7 @@ def test_a_killed_launcher_leaves_no_orphan_and_the_next_start_goes_on(baseline:
 def test_a_launcher_killed_while_it_publishes_leaves_nothing_out_for_good(baseline: Experiment, experiment: Experiment) -> None:
     experiment.set(**LONGER).run("prepare")
     process = experiment.start("train")
-    while not list((experiment.folder / "runs").glob("*/receipt.json")):
-        assert process.poll() is None
-        time.sleep(0.001)
+    until(lambda: list((experiment.folder / "runs").glob("*/receipt.json")), process, every_seconds=0.001)
     process.kill()
     process.communicate(timeout=30)
     assert "finished already" not in experiment.run("train")
@@ -91,28 +107,51 @@ def test_a_launcher_killed_while_it_publishes_leaves_nothing_out_for_good(baseli
     assert "finished already" in experiment.run("train")
 
 
-def test_a_second_signal_ends_it_at_once(experiment: Experiment) -> None:
+@pytest.mark.parametrize(("numbers", "code"), [((signal.SIGTERM, signal.SIGINT), 130), ((signal.SIGINT, signal.SIGTERM), 143)])
+def test_a_second_signal_ends_it_at_once(experiment: Experiment, numbers: tuple[signal.Signals, ...], code: int) -> None:
     experiment.set(**LONGER).run("prepare")
     process = experiment.start("train")
     wait_for_step(experiment, 10, process)
     children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=30)
-    assert process.returncode in (130, 143), said
+    with suspended(process):
+        process.send_signal(numbers[0])
+        # By hand, and not a storm of signals from a machine.
+        time.sleep(2.5)
+        assert process.poll() is None
+        process.send_signal(numbers[1])
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == code, said
     assert not psutil.wait_procs(children, timeout=5)[1]
 
 
-def test_the_same_experiment_on_another_placement_is_recognised_in_seconds(baseline: Experiment) -> None:
-    before = (baseline.folder / "models/receipt.json").read_bytes()
-    baseline.set(**LONGER, dist__world_size=4, dist__batch_size_per_gpu=24)
-    started_at = time.monotonic()
-    said = baseline.run("train")
-    assert time.monotonic() - started_at < 5
+@pytest.mark.fault(29, "SIGTERM, SIGINT, SIGTERM and SIGHUP to train within a second")
+def test_a_storm_of_signals_is_one_request(experiment: Experiment) -> None:
+    experiment.set(**LONGER).run("prepare")
+    process = experiment.start("train")
+    wait_for_step(experiment, 10, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    with suspended(process):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            process.send_signal(number)
+            time.sleep(0.2)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    assert Path(status(experiment)["checkpoint"]).name == f"step-{status(experiment)['step']:08d}.safetensors"
+    assert not psutil.wait_procs(children, timeout=5)[1]
+
+
+def test_the_same_experiment_on_another_placement_is_recognised_in_seconds(baseline: Experiment, tmp_path: Path) -> None:
+    copy = Experiment(tmp_path / "copy")
+    shutil.copytree(baseline.folder, copy.folder)
+    logs = list(copy.run_folder.glob("logs/*"))
+    copy.set(**LONGER, dist__world_size=4, dist__batch_size_per_gpu=24)
+    before = child_cpu_seconds()
+    said = copy.run("train")
+    assert child_cpu_seconds() - before < 5
     assert "finished already, published again" in said
-    assert (baseline.folder / "models/receipt.json").read_bytes() == before
-    assert len(mlflow_runs(baseline)) == 1
-    baseline.set(**LONGER)
+    assert list(copy.run_folder.glob("logs/*")) == logs, "ranks were started"
+    assert (copy.folder / "models/receipt.json").read_bytes() == (baseline.folder / "models/receipt.json").read_bytes()
+    assert len(mlflow_runs(copy)) == 1
 
 
 @pytest.mark.fault(20, "a second start beside the first")
@@ -120,9 +159,12 @@ def test_two_trainings_of_one_experiment_do_not_run_at_once(experiment: Experime
     experiment.set(**LONGER).run("prepare")
     first = experiment.start("train")
     wait_for_step(experiment, 1, first)
-    started_at = time.monotonic()
-    said = experiment.run("train", expect=4)
-    assert time.monotonic() - started_at < 2
+    with suspended(first):
+        # What is left of the machine is the second one's: two seconds are two seconds of work.
+        before, started_at = child_cpu_seconds(), time.monotonic()
+        said = experiment.run("train", expect=4)
+        assert child_cpu_seconds() - before < 2
+        assert time.monotonic() - started_at < 10, "it waited"
     assert f"process {first.pid}" in said
     first.terminate()
     first.communicate(timeout=60)
@@ -134,7 +176,7 @@ def test_divergence_ends_with_5_and_is_not_kept(experiment: Experiment) -> None:
     experiment.run("prepare")
     said = experiment.run("train", expect=5)
     assert "training diverged" in said
-    assert json.loads((experiment.run_folder / "status.json").read_text())["outcome"] == "diverged"
+    assert status(experiment)["outcome"] == "diverged"
     assert [run.info.status for run in mlflow_runs(experiment)] == ["FAILED"]
     kept = sorted((experiment.run_folder / "checkpoints").glob("step-*.safetensors"))
     assert kept, "nothing was saved before it diverged, so nothing is shown"

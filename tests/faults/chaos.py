@@ -1,6 +1,6 @@
 """A campaign of random faults: `python -m tests.faults.chaos --seed 1 --faults 100`.
 
-Small experiments are killed, stopped, oom_killed of disk and damaged, started again on other world sizes until they are done, and
+Small experiments are killed, stopped, left without disk and damaged, started again on other world sizes until they are done, and
 compared with the same experiments left alone. What is done follows from the seed; when exactly, down to the step, does not, as
 real machines differ in their timings. `--only N` repeats one experiment of a campaign; Ctrl-C ends it early, with its summary.
 """
@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.tracking.journal import last
-from tests import chaos_checks as checks
+from tests.faults import chaos_checks as checks
 from tests.faults.chaos_experiments import EXPERIMENTS, disk, may_mount, pipeline, reference, write_params
-from tests.faults.chaos_faults import AFTER_THE_END, Fault, Start, hurt, plan, step_of
+from tests.faults.chaos_faults import AFTER_THE_END, Fault, Start, hurt, plan_of, step_of
 
 MOST_STARTS, MOST_UNDISTURBED, START_SECONDS = 8, 2, 180
 
@@ -45,6 +45,15 @@ class Campaign:
     starts: int = 0
     violations: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    references: list[Path | None] = field(default_factory=lambda: [None] * len(EXPERIMENTS))
+    training: list[threading.Lock] = field(default_factory=lambda: [threading.Lock() for _ in EXPERIMENTS])
+
+    def reference(self, kind: int) -> Path:
+        """One of the small experiments left alone; trained when the first one of its kind is under way."""
+        with self.training[kind]:
+            found = self.references[kind] or reference(self.folder / f"reference-{kind}", kind)
+            self.references[kind] = found
+            return found
 
     def count(self, kind: str, line: str) -> None:
         """A fault was injected."""
@@ -52,7 +61,7 @@ class Campaign:
             self.injected[kind] += 1
             print(f"{self.injected.total():4d}  {time.monotonic() - self.began_at:5.0f} s  {line}", flush=True)
 
-    def work(self, numbers: Iterator[int], references: list[Path]) -> None:
+    def work(self, numbers: Iterator[int]) -> None:
         """Experiment after experiment, until enough faults were injected."""
         while self.injected.total() < self.faults:
             with self.lock:
@@ -60,7 +69,7 @@ class Campaign:
             if number is None:
                 return
             with disk(self.folder / f"{number}", self.mounts) as folder:
-                trial = Trial(self, number, folder, references)
+                trial = Trial(self, number, folder)
                 trial.run()
                 if trial.violations:
                     # A disk of its own goes away with what it holds.
@@ -84,7 +93,6 @@ class Trial:
     campaign: Campaign
     number: int
     folder: Path
-    references: list[Path]
     history: list[str] = field(default_factory=list)
     harmed: dict[Path, str] = field(default_factory=dict)
     # Killed, and what they left was not waited for.
@@ -93,8 +101,9 @@ class Trial:
 
     def __post_init__(self) -> None:
         self.dice = random.Random(f"{self.campaign.seed}/{self.number}")
-        self.kind = self.dice.randrange(len(EXPERIMENTS))
-        self.reference = self.references[self.kind]
+        # Each of them in turn.
+        self.kind = (self.campaign.seed + self.number) % len(EXPERIMENTS)
+        self.reference = self.campaign.reference(self.kind)
         (run,) = (self.reference / "runs").iterdir()
         self.run_folder = self.folder / "runs" / run.name
         self.total_steps = json.loads((run / "receipt.json").read_text())["steps"]
@@ -102,7 +111,7 @@ class Trial:
     def run(self) -> None:
         """Start, hurt, start again; and compare what is left with the reference."""
         shutil.copytree(self.reference / "data", self.folder / "data")
-        waiting, undisturbed = plan(self.dice, self.campaign.mounts), 0
+        waiting, undisturbed = plan_of(self.campaign.seed, self.campaign.mounts, self.number), 0
         for number in range(MOST_STARTS):
             live, between = waiting.pop(0) if waiting else ([], [])
             start, code = self.start(number, live, patient=bool(between) or self.dice.random() < 0.5)
@@ -198,9 +207,7 @@ def main() -> int:
         print("no disk-full: mounting a small disk is not permitted here")
     numbers = itertools.count(1) if wanted.only is None else iter([wanted.only])
     with ThreadPoolExecutor(wanted.jobs) as pool:
-        kinds = range(len(EXPERIMENTS))
-        references = list(pool.map(reference, [folder / f"reference-{kind}" for kind in kinds], kinds))
-        working = [pool.submit(campaign.work, numbers, references) for _ in range(wanted.jobs)]
+        working = [pool.submit(campaign.work, numbers) for _ in range(wanted.jobs)]
         try:
             for done in working:
                 done.result()

@@ -38,11 +38,14 @@ FILES = ("newest", "best", "index", "status", "mirror")
 BETWEEN = (*(f"{file}-{how}" for file in FILES for how in ("cut", "flip")), "journal-cut", "journal-cut", "newest-gone", "partial")
 # Where nothing needs the checkpoints any more.
 AFTER_THE_END = ("journal-cut", "status-cut", "mirror-cut", "mirror-flip", "partial")
+# A start that has so many steps before it cannot end by itself before a signal is heard.
+FAR_FROM_THE_END = 25
 LAUNCHER_DIES = {"launcher-kill", "launcher-torchrun-kill", "power-cut"}
 EXITS = {
     **{kind: {75} for kind in SENT if not kind.endswith("-kill")},
     "torchrun-kill": {75, 6},
-    "two-signals": {75, 130, 143},
+    # The second one comes at once, as a machine's, or seconds later, as a person's.
+    "two-signals": {75, 130},
     "disk-full": {4},
 }
 
@@ -143,6 +146,9 @@ class Start:
         elif not self._send(fault):
             return False
         self.allowed |= EXITS.get(fault.kind, set())
+        if 75 in EXITS.get(fault.kind, ()) and ranks_run and self.total_steps - step_of(self.run) > FAR_FROM_THE_END:
+            # A signal that nobody hears would end as if it had not been sent.
+            self.allowed.discard(0)
         if fault.kind in ("launcher-term", "launcher-int") and not ranks_run:
             self.allowed.add(143 if fault.kind == "launcher-term" else 130)
         if fault.kind in LAUNCHER_DIES:
@@ -165,7 +171,7 @@ class Start:
             for one, (_, number) in zip(chosen, plan, strict=True):
                 one.send_signal(number)
             if fault.kind == "two-signals":
-                time.sleep(fault.which)
+                time.sleep(fault.which * 4)
                 if self.process.poll() is None:
                     chosen[0].send_signal(INT)
         except psutil.NoSuchProcess:
@@ -223,17 +229,32 @@ def hurt(run: Path, fault: Fault, harmed: dict[Path, str]) -> str | None:
     return f"{path.name} {how} at {at} of {len(content)}"
 
 
-def plan(dice: random.Random, mounts: bool) -> list[tuple[list[Fault], list[Fault]]]:
-    """The starts of one experiment: faults while it runs, the last of which ends it, and faults before the next."""
+class Plans:
+    """What is done in the experiments of a campaign, one after the other: of every kind once before any comes again."""
 
-    def fault(kinds: tuple[str, ...], whens: tuple[str, ...]) -> Fault:
-        return Fault(dice.choice(kinds), dice.choice(whens), dice.random(), dice.random())
+    def __init__(self, seed: int, mounts: bool):
+        self._dice = random.Random(f"plans/{seed}")
+        ending = ENDING if mounts else tuple(kind for kind in ENDING if kind != "disk-full")
+        self._packs = {"passing": PASSING, "ending": ending, "between": BETWEEN}
+        self._left: dict[str, list[str]] = {name: [] for name in self._packs}
 
-    starts: list[tuple[list[Fault], list[Fault]]] = []
-    ending = ENDING if mounts else tuple(kind for kind in ENDING if kind != "disk-full")
-    for _ in range(dice.choice((1, 2, 2, 3))):
-        live = [fault(PASSING, ("early", "step", "step")) for _ in range(dice.choice((0, 1, 2, 2)))]
-        live = sorted(live, key=lambda one: (one.when, one.far))
-        live.append(fault(ending, ("early", "step", "step", "step", "last", "publishing")))
-        starts.append((live, [fault(BETWEEN, ("between",)) for _ in range(dice.choice((0, 1, 1, 2)))]))
-    return starts
+    def _fault(self, pack: str, whens: tuple[str, ...]) -> Fault:
+        if not self._left[pack]:
+            self._left[pack] = self._dice.sample(self._packs[pack], len(self._packs[pack]))
+        return Fault(self._left[pack].pop(), self._dice.choice(whens), self._dice.random(), self._dice.random())
+
+    def __next__(self) -> list[tuple[list[Fault], list[Fault]]]:
+        """The starts of the next experiment: faults while it runs, the last of which ends it, and faults before the next start."""
+        starts: list[tuple[list[Fault], list[Fault]]] = []
+        for _ in range(self._dice.choice((1, 2, 2, 3))):
+            live = [self._fault("passing", ("early", "step", "step")) for _ in range(self._dice.choice((0, 1, 2, 2)))]
+            live = sorted(live, key=lambda one: (one.when, one.far))
+            live.append(self._fault("ending", ("early", "step", "step", "step", "last", "publishing")))
+            starts.append((live, [self._fault("between", ("between",)) for _ in range(self._dice.choice((0, 1, 1, 2)))]))
+        return starts
+
+
+def plan_of(seed: int, mounts: bool, number: int) -> list[tuple[list[Fault], list[Fault]]]:
+    """The plan of one experiment of a campaign, counted from 1."""
+    plans = Plans(seed, mounts)
+    return [next(plans) for _ in range(number)][-1]

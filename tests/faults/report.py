@@ -35,7 +35,17 @@ CASES = {
     26: "the clock jumps an hour; names stop resolving",
     27: "a crash between the end of a stage and dvc.lock",
     28: "ten kills in one run; during a resume, at an epoch's end, at the last step",
+    29: "SIGTERM to every process of a job at once, repeated within 3 s",
+    30: "the reader of stdout or stderr goes, or never reads; the terminal closes",
+    31: "a stranger's environment",
+    32: "a power cut that loses or reorders what was not synced",
+    33: "any file that a user can touch is empty, half, of another type, a folder, another's",
+    34: "a network that drops, loses or delays packets",
+    35: "a grace of 3, 10 or 30 s until SIGKILL",
+    38: "a checkpoint or model that takes minutes to write, export or upload",
 }
+# A case without a test, or with one that did not run and pass, fails `make faults`.
+REQUIRED = (*range(1, 29),)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,19 +56,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.user_properties.append(("fault", (number, done)))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """A row for every test of every case; a case is passed when all of its tests are."""
+def rows_of(terminalreporter: pytest.TerminalReporter) -> dict[int, list[tuple[str, str, str]]]:
+    """What was done, what happened and the outcome, of every test of every case."""
     rows: dict[int, list[tuple[str, str, str]]] = defaultdict(list)
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):
             properties = dict(report.user_properties)
-            happened = str(properties.get("happened", "as it should" if outcome == "passed" else report.longreprtext[-120:]))
+            happened = str(properties.get("happened", "" if outcome == "passed" else report.longreprtext[-120:]))
             for number, done in (value for name, value in report.user_properties if name == "fault"):
                 rows[number].append((done, happened, "pass" if outcome == "passed" else outcome))
+    return rows
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Fail unless every required case has a test and all its tests have passed."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    assert isinstance(reporter, pytest.TerminalReporter)
+    rows = rows_of(reporter)
+    proven = [number for number in REQUIRED if rows.get(number) and all(outcome == "pass" for _, _, outcome in rows[number])]
+    if exitstatus == 0 and len(proven) < len(REQUIRED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print a table with a row for every test of every case; a case has passed when all of its tests have."""
+    rows = rows_of(terminalreporter)
     table = Table("#", "case", "what was done", "what happened", "", width=190)
     passed = 0
     for number, case in CASES.items():
-        found = rows.get(number) or [("", "no test was run", "missing")]
+        found = rows.get(number) or [("", "no test was run", "missing" if number in REQUIRED else "none yet")]
         passed += all(outcome == "pass" for _, _, outcome in found)
         for index, (done, happened, outcome) in enumerate(found):
             table.add_row(

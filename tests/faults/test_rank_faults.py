@@ -15,14 +15,11 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.kit.experiment import LONGER, ROOT, Experiment, clean_environment
-from tests.kit.trainings import mlflow_runs, ranks_of, same_figures, wait_for_step
+from tests.kit.trainings import mlflow_runs, ranks_of, same_figures, status, wait_for_step
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.slow
 Note = Callable[[str, object], None]
-
-
-def status(experiment: Experiment) -> dict:
-    return json.loads((experiment.run_folder / "status.json").read_text())
 
 
 def with_fault(experiment: Experiment, fault: str, expect: int) -> str:
@@ -35,13 +32,13 @@ def with_fault(experiment: Experiment, fault: str, expect: int) -> str:
 
 
 def fresh_ranks(process: subprocess.Popen[str], old: list[psutil.Process], count: int = 2) -> list[psutil.Process]:
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        found = [one for one in ranks_of(process) if one not in old]
-        if len(found) == count:
-            return found
-        time.sleep(0.02)
-    raise AssertionError("the ranks did not come back")
+    """The ranks of the next attempt, once all of them are there."""
+
+    def found() -> list[psutil.Process]:
+        ranks = [one for one in ranks_of(process) if one not in old]
+        return ranks if len(ranks) == count else []
+
+    return until(found, process, every_seconds=0.02)
 
 
 @pytest.mark.fault(1, "SIGKILL of rank 1; later again, with rank 0 stopped so that it cannot notice")
@@ -118,6 +115,19 @@ def test_a_stopped_rank_is_warned_of_and_then_named_with_the_stacks_of_all(exper
     record_property("happened", f"warned once; then exit 6 after {late_seconds:.0f} s, rank 1 named, stacks of both")
 
 
+@pytest.mark.fault(1, "SIGKILL of rank 1 in step 12, in every attempt")
+def test_a_rank_that_is_lost_again_and_again_without_getting_on_ends_the_job(experiment: Experiment, record_property: Note) -> None:
+    experiment.set(**LONGER | {"checkpoint__every_steps": 5}).run("prepare")
+    said = with_fault(experiment, "killed:1:12", 6)
+    cause = "rank 1 was ended by SIGKILL in step 12"
+    assert len(re.findall(rf"{cause}; starting again from .*step-00000010", said)) == 3
+    assert f"{cause}; 3 starts in a row got no further than step 12" in said
+    assert (status(experiment)["exit_code"], status(experiment)["rank"]) == (6, 1)
+    assert status(experiment)["checkpoint"].endswith("step-00000010.safetensors")
+    assert [run.info.status for run in mlflow_runs(experiment)] == ["FAILED"]
+    record_property("happened", "three restarts, then exit 6: 3 starts in a row got no further than step 12")
+
+
 @pytest.mark.fault(5, "rank 1 hangs in Python, timeout 5 s, under `native` and `ordered`; rank 0 is 0.2 s slower in every step")
 def test_a_hanging_rank_is_named_and_a_slow_one_is_warned_of_once(experiment: Experiment, record_property: Note) -> None:
     for reduction, lanes in (("native", None), ("ordered", 4)):
@@ -127,6 +137,7 @@ def test_a_hanging_rank_is_named_and_a_slow_one_is_warned_of_once(experiment: Ex
     stacks = [path.read_text() for path in experiment.folder.glob("runs/*/logs/**/stacks.log")]
     assert len(stacks) == 4
     assert sum("in hang" in one for one in stacks) == 2
+    experiment.set(**LONGER | {"train__epochs": 1}).run("prepare")
     said = with_fault(experiment, "slow:0:0", 0)
     assert said.count("rank 0 is slow: the others wait for it") == 1, said
     record_property("happened", "exit 6 with the line that hung in its stack; then one warning, exit 0")

@@ -1,6 +1,5 @@
 """What becomes of whole stages and commands: interrupted, started twice, on other ranks, with other settings, under a wrong clock."""
 
-import itertools
 import json
 import os
 import re
@@ -16,9 +15,9 @@ import psutil
 import pytest
 
 from pipeline.data.store import open_split
-from tests.faults.test_rank_faults import status
 from tests.kit.experiment import LONGER, ROOT, Experiment, clean_environment
-from tests.kit.trainings import mlflow_runs, ranks_of, same_figures, wait_for_step, weights
+from tests.kit.trainings import same_figures, status, suspended, wait_for_step, weights
+from tests.kit.waiting import child_cpu_seconds
 
 Note = Callable[[str, object], None]
 # The system's clock, and only it, ahead by as many seconds as a file says.
@@ -60,47 +59,6 @@ time_t time(time_t *now) {
 NATIVE = LONGER | {"dist__reduction": "native", "dist__lanes": None}
 
 
-def interrupted(process: subprocess.Popen[str], times: int) -> tuple[int, str]:
-    for _ in range(times):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.05)
-    said, _ = process.communicate(timeout=60)
-    return process.returncode, said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
-@pytest.mark.fault(4, "SIGINT to prepare while it writes, to train in mid-epoch, to evaluate as its ranks begin: once each; twice each")
-def test_an_interrupted_stage_leaves_nothing_half_written_and_can_be_run_again(
-    baseline: Experiment, experiment: Experiment, times: int, record_property: Note
-) -> None:
-    # So much that there is time to interrupt it.
-    process = experiment.set(data__name="synthetic:60000").start("prepare")
-    while not list((experiment.folder / "data").glob(".prepared-*/*")):
-        assert process.poll() is None
-    codes = [interrupted(process, times)[0]]
-    assert [path for path in (experiment.folder / "data").rglob("*") if path.is_file()] == []
-    experiment.set(**LONGER).run("prepare")
-    process = experiment.start("train")
-    wait_for_step(experiment, 60, process)
-    children = psutil.Process(process.pid).children(recursive=True)
-    codes.append(interrupted(process, times)[0])
-    assert not psutil.wait_procs(children, timeout=5)[1]
-    assert not (experiment.folder / "models").exists()
-    experiment.run("train")
-    same_figures(experiment, baseline)
-    process = experiment.start("evaluate")
-    while not ranks_of(process, "evaluate_rank"):
-        assert process.poll() is None
-        time.sleep(0.01)
-    codes.append(interrupted(process, times)[0])
-    assert not (experiment.folder / "metrics" / "eval.json").exists()
-    experiment.run("evaluate")
-    assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
-    assert codes == ([130, 75, 75] if times == 1 else [130, 130, 130])
-    record_property("happened", f"exit codes {codes}; nothing half-written; each ran again, bit-equal")
-
-
 @pytest.mark.slow
 @pytest.mark.fault(19, "two jobs at once on one machine, one of them on three ranks")
 def test_two_jobs_at_once_do_not_join_each_other(baseline: Experiment, tmp_path: Path, record_property: Note) -> None:
@@ -131,9 +89,11 @@ def test_a_second_run_from_another_container_is_refused_and_a_stale_lock_is_none
     wait_for_step(experiment, 20, process)
     train = f"hostname other && exec {sys.executable} -m pipeline train --params {experiment.params}"
     words = ["unshare", "--uts", "--pid", "--fork", "--mount-proc", "sh", "-c", train]
-    started_at = time.monotonic()
-    second = subprocess.run(words, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
-    seconds = time.monotonic() - started_at
+    with suspended(process):
+        before, started_at = child_cpu_seconds(), time.monotonic()
+        second = subprocess.run(words, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
+        seconds = child_cpu_seconds() - before
+        assert time.monotonic() - started_at < 10, "it waited"
     assert second.returncode == 4, second.stderr
     assert re.search(rf"running already, on {os.uname().nodename} as process {process.pid} since \d{{4}}-", second.stderr)
     assert seconds < 2
@@ -143,7 +103,9 @@ def test_a_second_run_from_another_container_is_refused_and_a_stale_lock_is_none
     assert (experiment.run_folder / "lock").read_text()
     experiment.run("train")
     same_figures(experiment, baseline)
-    record_property("happened", f"refused in {seconds:.1f} s with host, pid and start; the lock of the killed one is taken over, bit-equal")
+    record_property(
+        "happened", f"refused after {seconds:.1f} s of work with host, pid and start; the lock of the killed one is taken over, bit-equal"
+    )
 
 
 @pytest.mark.slow
@@ -166,9 +128,9 @@ def test_a_native_run_resumed_on_other_ranks_says_what_is_not_equal(experiment: 
     assert second != first
     lines = [json.loads(line) for line in (second / "journal.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines if "train/loss" in line.get("values", {})]
-    assert steps == sorted(set(steps)) and steps[0] < stopped_at < steps[-1]
-    # Samples seen are a function of the step: no gap where the one ended and the other began.
-    assert len({after - before for before, after in itertools.pairwise(steps)}) <= 2
+    # Of 224 steps every second one is logged: none twice, none left out, no gap where the one ended and the other began.
+    assert steps == list(range(2, 225, 2))
+    assert steps[0] < stopped_at < steps[-1]
     assert len(experiment.json("models/receipt.json")["epochs"]) == 4
     record_property("happened", f"went on at step {stopped_at}, every step once, four epochs; said that the bits are those of neither")
 
@@ -200,16 +162,19 @@ def test_a_jumping_clock_changes_nothing(baseline: Experiment, experiment: Exper
     ahead.write_text("0")
     experiment.set(**LONGER, dist__timeout_seconds=20).run("prepare")
     clock = {"LD_PRELOAD": str(library), "CLOCK_AHEAD": str(ahead)}
+    started_at = time.monotonic()
     process = experiment.start("train", **clock)
     for step, jump in ((60, "3600"), (120, "-3600")):
         wait_for_step(experiment, step, process)
         ahead.write_text(jump)
     said, _ = process.communicate(timeout=200)
+    waited_seconds = time.monotonic() - started_at
     assert process.returncode == 0, said
     assert "starting again" not in said
     ats = [line["at"] for line in experiment.journal("metrics")]
     assert max(ats) - min(ats) > 3_600_000, "the clock did not jump"
-    assert experiment.json("models/receipt.json")["elapsed_seconds"] < 600
+    # The ranks ran for a few seconds at least, and within what was waited for here.
+    assert 2 < experiment.json("models/receipt.json")["elapsed_seconds"] < waited_seconds
     same_figures(experiment, baseline)
     record_property("happened", "no timeout, no restart, bit-equal; the receipt's seconds are the true ones")
 

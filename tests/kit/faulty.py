@@ -5,6 +5,7 @@ The launcher is the product's, and so are its ranks, but for what one of them do
 
 import ctypes
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from pipeline import __main__ as commands
 from pipeline.data.batches import Batches
-from pipeline.launch import supervisor
+from pipeline.launch import supervisor, watchdog
 from pipeline.training import train_rank
 
 
@@ -44,11 +45,17 @@ class Fault:
     def abort(self, _: Tensor) -> None:
         os.abort()
 
+    def killed(self, _: Tensor) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def memory(self, _: Tensor) -> None:
         torch.empty(1 << 50)
 
     def nan(self, images: Tensor) -> None:
         images[0, 0, 0, 0] = float("nan")
+
+    def infinity(self, images: Tensor) -> None:
+        images[0, 0, 0, 0] = float("inf")
 
 
 def fill(folder: Path) -> Path:
@@ -66,6 +73,8 @@ def fill(folder: Path) -> Path:
 
 def main() -> int:
     """The launcher's part: the command line as it is, with this module for its ranks."""
+    # A slow rank is told after this long: no test has to wait for half a minute of them.
+    watchdog.SLOW_SECONDS = 6
     run = supervisor.run
     supervisor.run = lambda _, *rest: run("tests.kit.faulty", *rest)
     return commands.main()

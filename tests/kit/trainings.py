@@ -1,35 +1,56 @@
 """A training that takes long enough to be hurt: how to follow it, and what it must be equal to."""
 
 import contextlib
+import json
 import subprocess
-import time
+from collections.abc import Iterator
+from typing import Any
 
 import mlflow
 import psutil
 
 from tests.kit.experiment import Experiment
+from tests.kit.waiting import until
 
 
-def wait_for_step(experiment: Experiment, step: int, process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 120
-    while time.monotonic() < until:
-        assert process.poll() is None, process.communicate()[0]
-        if list((experiment.folder / "runs").glob("*/journal.jsonl")) and any(
-            line["step"] >= step for line in experiment.journal("metrics")
-        ):
-            return
-        time.sleep(0.02)
-    raise AssertionError("the step was never reached")
+def wait_for_step(experiment: Experiment, step: int, process: "subprocess.Popen[str]") -> None:
+    """Return once the journal has a metric of this step or a later one."""
+
+    def reached() -> bool:
+        journals = list((experiment.folder / "runs").glob("*/journal.jsonl"))
+        return bool(journals) and any(line["step"] >= step for line in experiment.journal("metrics"))
+
+    until(reached, process, every_seconds=0.02)
 
 
-def ranks_of(process: subprocess.Popen[str], module: str = "train_rank") -> list[psutil.Process]:
-    found = []
+def ranks_of(process: "subprocess.Popen[Any]", module: str = "train_rank") -> list[psutil.Process]:
+    """The ranks below a launcher, in the order of their numbers."""
+    found: dict[int, psutil.Process] = {}
     for one in psutil.Process(process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, KeyError):
             words = one.cmdline()
             if (f"pipeline.training.{module}" in words or "tests.kit.faulty" in words) and "pipeline.launch.agent" not in words:
-                found.append(one)
-    return found
+                found[int(one.environ()["RANK"])] = one
+    return [found[rank] for rank in sorted(found)]
+
+
+@contextlib.contextmanager
+def suspended(process: "subprocess.Popen[Any]", module: str = "train_rank") -> Iterator[list[psutil.Process]]:
+    """The ranks of a launcher, stopped (SIGSTOP) so that none can finish meanwhile."""
+    ranks = ranks_of(process, module)
+    for one in ranks:
+        one.suspend()
+    try:
+        yield ranks
+    finally:
+        for one in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.resume()
+
+
+def status(experiment: Experiment) -> dict[str, Any]:
+    """What status.json says."""
+    return json.loads((experiment.run_folder / "status.json").read_text())
 
 
 def weights(experiment: Experiment) -> str:

@@ -1,5 +1,12 @@
 """Evaluation: every sample once, the same figures on any number of ranks, and all of it in MLflow's one run."""
 
+import csv
+import importlib.metadata
+import json
+import operator
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +15,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from pipeline import models
+from pipeline.config import Config, load
 from pipeline.data import Split, store
-from pipeline.data.batches import Pixels
+from pipeline.data.batches import Pixels, chunks
+from pipeline.hardware import machine
 from pipeline.training.evaluation import Evaluation
-from tests.kit.experiment import Experiment, make_job
+from tests.kit.experiment import ROOT, Experiment, make_job
 
 
 def evaluated(group, prepared: Path, count: int) -> tuple[float, int, int, int, list[list[int]]]:
@@ -25,19 +35,52 @@ def evaluated(group, prepared: Path, count: int) -> tuple[float, int, int, int, 
     return result.loss, result.correct, result.top5_correct, result.total, result.confusion.tolist()
 
 
+class Coarse(nn.Module):
+    """Logits that are whole numbers from -2 to 2, so that most images have classes that tie."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.flatten(1)[:, :640].reshape(-1, 10, 64).sum(2).div(16).round().clamp(-2, 2)
+
+
+def coarse(group, prepared: Path, count: int) -> tuple[int, int, list[list[int]]]:
+    manifest, split = store.read_manifest(prepared), store.open_split(prepared, "test")
+    pixels = Pixels(manifest.mean, manifest.std, torch.device("cpu"))
+    result = Evaluation(Split(split.images[:count], split.labels[:count]), pixels, 10, group)(Coarse(), None)
+    return result.correct, result.top5_correct, result.confusion.tolist()
+
+
 COUNTS = [1, 3, 250, 1009]
 
 
 @pytest.mark.fault(14, "1, 3, 250 and 1009 images on 1, 2 and 3 ranks")
 def test_figures_are_equal_on_one_two_and_three_ranks_for_sizes_that_nothing_divides(tmp_path: Path, run_ranks) -> None:
     prepared = make_job(tmp_path, data={"name": "synthetic:2018"}).prepared
-    work = [(evaluated, (prepared, count)) for count in COUNTS]
+    work = [*((evaluated, (prepared, count)) for count in COUNTS), (coarse, (prepared, 1009))]
     everyone = [result for size in (1, 2, 3) for result in run_ranks(size, *work)]
     assert len(everyone) == 6
     assert all(results == everyone[0] for results in everyone)
-    for count, (_, correct, top5, total, confusion) in zip(COUNTS, everyone[0], strict=True):
+    for count, (_, correct, top5, total, confusion) in zip(COUNTS, everyone[0][:-1], strict=True):
         assert total == count == np.sum(confusion)
         assert correct == np.trace(confusion) <= top5
+    check_by_hand(prepared, *everyone[0][-1])
+
+
+def check_by_hand(prepared: Path, correct: int, top5: int, confusion: list[list[int]]) -> None:
+    """The same figures by a loop over images; of classes that tie, the first is predicted, and any may be left out of five."""
+    manifest, split = store.read_manifest(prepared), store.open_split(prepared, "test")
+    logits = Coarse()((torch.from_numpy(split.images).float() / 255 - manifest.mean[0]) / manifest.std[0]).tolist()
+    expected = [[0] * 10 for _ in range(10)]
+    surely, possibly = 0, 0
+    for label, row in zip(split.labels.tolist(), logits, strict=True):
+        expected[label][row.index(max(row))] += 1
+        above, level = (sum(test(value, row[label]) for value in row) for test in (operator.gt, operator.eq))
+        surely += above + level <= 5
+        possibly += above < 5
+    assert confusion == expected
+    assert correct == sum(expected[label][label] for label in range(10))
+    assert surely <= top5 <= possibly
+    assert surely < possibly < 1009, "no image has a tie at the fifth place"
+    assert expected != [list(column) for column in zip(*expected, strict=True)], "a transposed matrix would be the same"
 
 
 def test_figures_are_those_of_plain_torch(tmp_path: Path, run_ranks) -> None:
@@ -55,22 +98,23 @@ def test_figures_are_those_of_plain_torch(tmp_path: Path, run_ranks) -> None:
     assert top5 == sum(int(label in row) for label, row in zip(labels.tolist(), logits.topk(5).indices.tolist(), strict=True))
 
 
+SHAPE = {"data": {"name": "synthetic:2018", "image_size": 12}, "model__name": "resnet18", "train__epochs": 1}
+
+
 @pytest.mark.slow
 def test_train_and_evaluate_make_one_run_that_tells_all(experiment: Experiment) -> None:
-    shape = {"data": {"name": "synthetic:2018", "image_size": 12}, "model__name": "resnet18", "train__epochs": 1}
-    experiment.set(**shape).run("prepare")
+    experiment.set(**SHAPE).run("prepare")
     experiment.run("train", DVC_EXP_NAME="named-by-dvc")
     found = []
     for world_size in (1, 2, 3):
-        experiment.set(**shape, dist__world_size=world_size)
+        experiment.set(**SHAPE, dist__world_size=world_size)
         assert "test accuracy" in experiment.run("evaluate")
         found.append(experiment.json("metrics/eval.json"))
     assert found[0] == found[1] == found[2]
     assert found[0]["total"] == 1009
     assert found[0]["accuracy"] == found[0]["correct"] / 1009
-    assert all(
-        (experiment.folder / "plots" / name).stat().st_size for name in ("confusion.csv", "confusion.png", "curves.png", "classes.csv")
-    )
+    check_tables(experiment, found[0])
+    check_receipt(experiment)
 
     mlflow.set_tracking_uri(f"sqlite:///{experiment.folder / 'mlflow.db'}")
     client = mlflow.MlflowClient()
@@ -83,8 +127,62 @@ def test_train_and_evaluate_make_one_run_that_tells_all(experiment: Experiment) 
     assert any(name.startswith("checkpoints/step-") for name in names)
     # All of it lies in the run's folder, where no other experiment writes.
     assert not any(Path(line["path"]).is_absolute() for line in experiment.journal("artifact"))
-    check_model(run, store.open_split(experiment.folder / "data/prepared", "test"), found[0]["correct"])
+    (experiment.folder / "elsewhere").mkdir()
+    check_model(run, experiment.folder / "data/prepared", experiment.folder / "elsewhere", found[0]["correct"])
     assert load_file(experiment.folder / "models/model.safetensors")["fc.weight"].shape == (10, 512)
+
+
+def table(experiment: Experiment, name: str) -> list[dict[str, str]]:
+    with (experiment.folder / "plots" / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def check_tables(experiment: Experiment, found: dict[str, Any]) -> None:
+    """The tables for plots hold what the published model predicts, and what the journal has."""
+    prepared = experiment.folder / "data/prepared"
+    manifest, split = store.read_manifest(prepared), store.open_split(prepared, "test")
+    model = models.build("resnet18", 1, 12, 10).to(memory_format=torch.channels_last).eval()
+    model.load_state_dict(load_file(experiment.folder / "models/model.safetensors"))
+    pixels = Pixels(manifest.mean, manifest.std, torch.device("cpu"))
+    with torch.no_grad():
+        predicted = torch.cat([model(pixels(torch.from_numpy(split.images[piece]))).argmax(1) for piece in chunks(1009, 250)]).tolist()
+    pairs = Counter(zip(split.labels.tolist(), predicted, strict=True))
+    names = manifest.class_names
+    assert {(row["actual"], row["predicted"]): int(row["count"]) for row in table(experiment, "confusion.csv")} == {
+        (names[actual], names[other]): pairs[actual, other] for actual in range(10) for other in range(10)
+    }
+    images = Counter(split.labels.tolist())
+    by_class = {names[label]: pairs[label, label] / images[label] for label in range(10)}
+    assert {row["class"]: float(row["accuracy"]) for row in table(experiment, "classes.csv")} == by_class == found["class_accuracy"]
+    told = {line["step"]: line["values"] for line in experiment.journal("metrics") if "train/loss" in line["values"]}
+    curves = {int(row["step"]): row for row in table(experiment, "curves.csv") if row["train_loss"]}
+    assert curves.keys() == told.keys()
+    assert all(
+        float(curves[step][name]) == values[f"train/{name[6:]}"]
+        for step, values in told.items()
+        for name in ("train_loss", "train_accuracy")
+    )
+    for name in ("confusion.png", "classes.png", "curves.png"):
+        assert (experiment.folder / "plots" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def check_receipt(experiment: Experiment) -> None:
+    """The receipt says what was computed, with what and on what; metrics/train.json has its last figures."""
+    receipt, metrics = experiment.json("models/receipt.json"), experiment.json("metrics/train.json")
+    for name in ("torch", "torchvision", "numpy", "mlflow", "dvc"):
+        assert receipt["versions"][name] == importlib.metadata.version(name)
+    assert receipt["device"] == machine.detect().cpu
+    assert (receipt["precision"], receipt["parameters"]["train"]["learning_rate"], receipt["parameters"]["seed"]) == ("fp32", 0.05, 1)
+    assert Config.model_validate(receipt["parameters"]) == load(experiment.set(**SHAPE).params)
+    assert receipt["placement"] == {"world_size": 2, "nodes": 1, "backend": "gloo", "lanes_per_rank": [2, 2]}
+    (last,) = receipt["epochs"]
+    assert metrics == {
+        "best": {"epoch": 1, "validation_accuracy": last["validation_accuracy"]},
+        "last": {"train_loss": float.fromhex(last["train_loss"]), "validation_loss": float.fromhex(last["validation_loss"])},
+        "steps": receipt["steps"],
+    }
+    figures = {name: value for line in experiment.journal("metrics") for name, value in line["values"].items()}
+    assert float.fromhex(last["validation_loss"]) == figures["validation/loss"]
 
 
 def check_run(run: mlflow.entities.Run, receipt: dict[str, Any], found: dict[str, Any]) -> None:
@@ -111,12 +209,27 @@ def check_run(run: mlflow.entities.Run, receipt: dict[str, Any], found: dict[str
     assert tags["dvc.experiment"] == "named-by-dvc"
 
 
-def check_model(run: mlflow.entities.Run, split: Split, correct: int) -> None:
-    """The logged model is the evaluated one: it takes the test images as they are."""
-    model = mlflow.pytorch.load_model(f"runs:/{run.info.run_id}/model")
-    with torch.no_grad():
-        predicted = model(torch.from_numpy(split.images)).argmax(1)
+ALONE = """
+import json, sys
+import mlflow, numpy, torch
+assert not [path for path in sys.path if path in ("", sys.argv[3])]
+model = mlflow.pytorch.load_model(sys.argv[1])
+with torch.no_grad():
+    predicted = model(torch.from_numpy(numpy.load(sys.argv[2]))).argmax(1).tolist()
+assert not [name for name in sys.modules if name.partition(".")[0] in ("pipeline", "tests")]
+print(json.dumps(predicted))
+"""
+
+
+def check_model(run: mlflow.entities.Run, prepared: Path, elsewhere: Path, correct: int) -> None:
+    """The logged model is the evaluated one, and needs none of this code: it takes the test images as they are."""
+    path = mlflow.artifacts.download_artifacts(f"runs:/{run.info.run_id}/model", dst_path=str(elsewhere))
+    # -I: neither the current folder nor PYTHONPATH is searched.
+    words = [sys.executable, "-I", "-c", ALONE, path, str(prepared / "test-images.npy"), str(ROOT)]
+    done = subprocess.run(words, cwd=elsewhere, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    labels = store.open_split(prepared, "test").labels
     # All images at once instead of 250: a sample on the edge may fall to the other side.
-    assert abs((predicted == torch.from_numpy(split.labels)).sum().item() - correct) <= 2
-    signature = mlflow.models.get_model_info(f"runs:/{run.info.run_id}/model").signature
+    assert abs(int((np.array(json.loads(done.stdout.splitlines()[-1])) == labels).sum()) - correct) <= 2
+    signature = mlflow.models.get_model_info(path).signature
     assert signature.inputs.inputs[0].shape == (-1, 1, 12, 12)

@@ -16,6 +16,7 @@ from pipeline.launch.restarts import RestartPolicy
 from pipeline.launch.watchdog import Watchdog
 from tests.kit.experiment import LONGER, ROOT, Experiment
 from tests.kit.trainings import same_figures, wait_for_step
+from tests.kit.waiting import until
 
 Note = Callable[[str, object], None]
 # A process with a rank's heartbeat, and with nothing else of it: in a step, `computing`, `waiting` or `finishing`, and no further.
@@ -43,8 +44,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         folder = tmp_path / "job" / "attempt_0" / str(local)
         folder.mkdir(parents=True)
         started.append(subprocess.Popen([sys.executable, "-c", RANK, str(folder), doing, str(step)], cwd=ROOT))
-        while not (folder / "heartbeat").exists():
-            time.sleep(0.01)
+        until((folder / "heartbeat").exists, started[-1])
         return started[-1]
 
     yield one
@@ -53,14 +53,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.wait()
 
 
-def verdict(dog: Watchdog, seconds: float = 10) -> Failure:
+def verdict(dog: Watchdog, seconds: float = 30) -> Failure:
     """What the watchdog says, sooner or later."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if failure := dog.look():
-            return failure
-        time.sleep(0.05)
-    raise AssertionError("it has seen nothing")
+    return until(dog.look, seconds=seconds, every_seconds=0.05)
 
 
 def test_the_rank_that_all_wait_for_is_named_with_all_stacks(start: Start, tmp_path: Path) -> None:
@@ -71,8 +66,22 @@ def test_the_rank_that_all_wait_for_is_named_with_all_stacks(start: Start, tmp_p
     assert (failure.rank, failure.step, failure.exit_code, failure.waiting) == (1, 7, HUNG, False)
     assert "rank 1 stands still in step 7" in failure.cause
     assert len(said) == 1 and "may be for 1 s (dist.timeout_seconds)" in said[0]
-    for path in tmp_path.rglob("stacks.log"):
-        assert "most recent call first" in path.read_text()
+    stacks = [path.read_text() for path in tmp_path.rglob("stacks.log")]
+    assert len(stacks) == 2
+    assert all("most recent call first" in one for one in stacks)
+
+
+def test_a_warning_of_a_rank_that_stands_still_does_not_use_up_that_of_a_slow_one(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "SLOW_SECONDS", 3)
+    said: list[str] = []
+    start(0, "waiting", 7)
+    start(1, "computing", 7)
+    dog = Watchdog(tmp_path, 2, False, 8.0, said.append)
+    until(lambda: dog.look() or len(said) == 2, seconds=30, every_seconds=0.05)
+    assert "rank 1 stands still in step 7" in said[0]
+    assert "rank 1 is slow: the others wait for it" in said[1]
 
 
 def test_a_rank_that_never_begins_is_noticed(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,11 +118,12 @@ def test_who_outlives_a_lost_rank_is_ended(start: Start, tmp_path: Path, monkeyp
     dog = Watchdog(tmp_path, 2, False, 60.0, lambda _: None)
     lost.kill()
     lost.wait()
-    until = time.monotonic() + 10
-    while left.poll() is None:
+
+    def ended() -> bool:
         assert dog.look() is None
-        assert time.monotonic() < until
-        time.sleep(0.05)
+        return left.poll() is not None
+
+    until(ended, seconds=10, every_seconds=0.05)
     assert left.returncode == -9
 
 

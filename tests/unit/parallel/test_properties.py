@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
@@ -16,8 +16,6 @@ from pipeline.parallel.lanes import Lanes, Node, fold, maximal_nodes, push
 from pipeline.parallel.ordered import _sliced, add
 
 T = TypeVar("T")
-# The same examples in every run; a machine that is busy is no failure.
-FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=100)
 
 
 def divisors(number: int) -> list[int]:
@@ -64,7 +62,6 @@ def balanced(start: int, count: int) -> object:
     return balanced(start, first), balanced(start + first, count - first)
 
 
-@FIXED
 @given(ownerships())
 def test_the_nodes_of_all_ranks_hold_every_lane_once_and_are_what_each_can_finish_alone(per_rank: list[int]) -> None:
     nodes = []
@@ -77,7 +74,6 @@ def test_the_nodes_of_all_ranks_hold_every_lane_once_and_are_what_each_can_finis
     assert all(held == list(range(start, start + size)) and size & (size - 1) == 0 and start % size == 0 for start, size, held in nodes)
 
 
-@FIXED
 @given(ownerships())
 def test_the_additions_depend_on_the_number_of_lanes_alone(per_rank: list[int]) -> None:
     def pair(left: object, right: object) -> object:
@@ -101,7 +97,6 @@ def moved_and_summed(per_rank: list[int], values: list[Tensor]) -> Tensor:
     return torch.cat(slices)[:numel]
 
 
-@settings(FIXED, max_examples=60)
 @given(ownerships(), st.integers(1, 70), st.integers(0, 2**31))
 def test_sums_of_floats_have_the_same_bits_whoever_owns_the_lanes(per_rank: list[int], numel: int, seed: int) -> None:
     source = torch.Generator().manual_seed(seed)
@@ -110,7 +105,9 @@ def test_sums_of_floats_have_the_same_bits_whoever_owns_the_lanes(per_rank: list
     values = list(torch.randn(count, numel, generator=source) * scales)
     alone = moved_and_summed([count], values)
     assert torch.equal(moved_and_summed(per_rank, values).view(torch.int32), alone.view(torch.int32))
-    assert torch.allclose(alone.double(), torch.stack(values).double().sum(0), atol=0.05)
+    exact = torch.stack(values).double()
+    # What n rounded additions can be off by; a lane left out is more than that.
+    assert ((alone.double() - exact.sum(0)).abs() <= count * torch.finfo(torch.float32).eps * exact.abs().sum(0)).all()
 
 
 @st.composite
@@ -126,7 +123,6 @@ def samples(order: Order, step: int, pieces: int) -> list[int]:
     return [sample for lane in range(pieces) for sample in order.lane(step, lane).tolist()]
 
 
-@FIXED
 @given(epochs(), st.integers(0, 50))
 def test_an_epoch_takes_no_sample_twice_and_all_its_lanes_are_of_one_size(made: dict[str, int], epoch: int) -> None:
     order = Order(**made)
@@ -140,14 +136,12 @@ def test_an_epoch_takes_no_sample_twice_and_all_its_lanes_are_of_one_size(made: 
     assert sizes == {made["global_batch"] // made["pieces"]}
 
 
-@FIXED
 @given(epochs(), st.integers(0, 1000), st.data())
 def test_a_step_takes_the_same_samples_however_many_lanes_it_is_cut_into(made: dict[str, int], step: int, data: st.DataObject) -> None:
     other = data.draw(st.sampled_from(divisors(made["global_batch"])))
     assert samples(Order(**made), step, made["pieces"]) == samples(Order(**made | {"pieces": other}), step, other)
 
 
-@FIXED
 @given(epochs(), st.data())
 def test_a_step_takes_the_same_samples_whatever_was_asked_before(made: dict[str, int], data: st.DataObject) -> None:
     order = Order(**made)
@@ -178,7 +172,6 @@ def ordered_sections(draw: st.DrawFn) -> dict[str, Any]:
     return draw(placements(global_batch, draw(st.sampled_from(divisors(global_batch)))))
 
 
-@FIXED
 @given(ordered_sections(), st.booleans())
 def test_the_shares_of_all_ranks_add_up_and_none_is_empty(values: dict[str, Any], native: bool) -> None:
     dist = Dist(**values | ({"reduction": "native", "lanes": None, "lanes_per_rank": None} if native else {}))
@@ -191,7 +184,6 @@ def test_the_shares_of_all_ranks_add_up_and_none_is_empty(values: dict[str, Any]
         assert max(dist.pieces_per_rank) - min(dist.pieces_per_rank) <= 1
 
 
-@FIXED
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 12), st.integers(1, 48))
 def test_lanes_are_taken_only_if_they_are_equal_and_none_is_larger_than_a_micro_batch(
     world_size: int, accumulation: int, batch_size: int, lanes: int
@@ -204,7 +196,6 @@ def test_lanes_are_taken_only_if_they_are_equal_and_none_is_larger_than_a_micro_
             Dist(**values)
 
 
-@FIXED
 @given(ordered_sections(), st.data())
 def test_owners_are_taken_only_if_they_own_all_lanes_and_each_one_of_them(values: dict[str, Any], data: st.DataObject) -> None:
     parts, whole = (values[key] + data.draw(st.sampled_from([0, 0, 0, 1])) for key in ("world_size", "lanes"))
@@ -216,7 +207,6 @@ def test_owners_are_taken_only_if_they_own_all_lanes_and_each_one_of_them(values
             Dist(**values | {"lanes_per_rank": own})
 
 
-@FIXED
 @given(st.integers(1, 256), st.data())
 def test_ordered_training_is_the_same_experiment_on_any_ranks_and_another_one_with_other_lanes(
     global_batch: int, data: st.DataObject
