@@ -23,9 +23,26 @@ def check_room(folder: Path, needed_bytes: int) -> None:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed_bytes:,} bytes are needed, {free_bytes:,} are free", str(folder))
 
 
+def fsync_path(path: Path) -> None:
+    """Wait until a file's content or a folder's names are on the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents; they survive a power cut from here on."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        fsync_path(folder.parent)
+
+
 def atomic_write(path: Path, content: bytes) -> None:
     """A reader sees the old file or the new one, also after a power cut; where it does not fit, nothing is left of the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     check_room(path.parent, len(content))
     scratch = path.with_name(f".{path.name}.partial")
     try:
@@ -38,9 +55,7 @@ def atomic_write(path: Path, content: bytes) -> None:
         check_room(path.parent, len(content))
         raise
     os.replace(scratch, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    fsync_path(path.parent)
 
 
 def write_checksummed_json(path: Path, values: dict[str, Any]) -> None:
@@ -63,8 +78,8 @@ def _seal(values: dict[str, Any]) -> str:
 
 @contextmanager
 def atomic_folder(path: Path) -> Generator[Path]:
-    """A folder to fill, which takes the place of `path` when all of it is there, and else leaves nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """A folder to fill, which takes the place of `path` when all of it is there and on the disk, and else leaves nothing."""
+    make_folder(path.parent)
     for left in path.parent.glob(f".{path.name}-*"):
         if left.stat().st_mtime < time.time() - 3600:
             # Of a process that was killed.
@@ -73,8 +88,11 @@ def atomic_folder(path: Path) -> Generator[Path]:
     try:
         yield scratch
         scratch.chmod(0o755)
+        for inside in (*scratch.rglob("*"), scratch):
+            fsync_path(inside)
         shutil.rmtree(path, ignore_errors=True)
         os.replace(scratch, path)
+        fsync_path(path.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -59,6 +59,8 @@ class RankStage:
             journal.event("run", **({"id": uuid.uuid4().hex} | header))
         named = {name: str(value) for name, value in tags.items() if value is not None}
         journal.event("started", stage=self._stage, tags=named)
+        # Before MLflow hears of it: a run that a power cut takes from the journal would stand there for ever.
+        journal.sync()
         return journal
 
     def _run(self, module: str, crew: Membership, journal: Journal, progress: Progress, publish: Publish) -> int:

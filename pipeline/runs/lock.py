@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from pipeline.config import MachineError
+from pipeline.files import make_folder
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ def run_lock(path: Path, wait_seconds: float = 90) -> Generator[int]:
     torchrun is given the descriptor too, and the rank that writes holds `writing.lock`: after a kill of the launcher its ranks are
     still saving, and the next start waits for them.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         until, waiting = time.monotonic() + wait_seconds, False

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import ConfigError
-from pipeline.files import atomic_folder, read_checksummed_json, write_checksummed_json
+from pipeline.files import atomic_folder, fsync_path, read_checksummed_json, write_checksummed_json
 from pipeline.job import Job
 from pipeline.runs import checkpoints
 from pipeline.runs.identity import IDENTITY, flat
@@ -72,3 +72,4 @@ def _copy(source: Path, job: Job, step: int, header: dict[str, Any]) -> None:
             entries = [entry | {"journal": [len(content), hashlib.sha256(content).hexdigest()]} for entry in index["checkpoints"]]
             write_checksummed_json(scratch / "index.json", index | {"checkpoints": entries})
     os.replace(partial, job.journal)
+    fsync_path(job.run)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipeline.config import MachineError
+from pipeline.files import fsync_path, make_folder
 
 # The kind of the line that tells of a first checkpoint: whoever finds none then has lost them.
 FIRST_CHECKPOINT = "kept"
@@ -39,14 +40,16 @@ class Journal:
     """Appends to a journal; a metric that already has a value at a step, from before a restart, is not written twice."""
 
     def __init__(self, path: Path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         self._path = path
         self._known: dict[str, int] = {}
         for line in read(path):
             if line["kind"] == "metrics":
                 self._known.update(dict.fromkeys(line["values"], line["step"]))
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        _drop_torn_line(path)
+        _drop_torn_lines(path)
+        # Its name, without which its content is lost in a power cut.
+        fsync_path(path.parent)
 
     def metrics(self, values: dict[str, float], step: int) -> None:
         """Values of one step."""
@@ -95,7 +98,7 @@ class Tail:
                 self.offset = 0
             file.seek(self.offset)
             for line in file:
-                if not line.endswith(b"\n"):
+                if _is_torn(line):
                     return
                 self.offset += len(line)
                 try:
@@ -119,9 +122,17 @@ def last(path: Path, *kinds: str) -> dict[str, Any]:
     return found
 
 
-def _drop_torn_line(path: Path) -> None:
-    """A kill in the middle of a write leaves half a line at the end: cut it off, so that the next line stands alone."""
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(path, whole)
+def _is_torn(line: bytes) -> bool:
+    """Whether a line was not written whole: a kill leaves half of it, a power cut also zeros in its place, maybe with whole lines behind."""
+    return not line.endswith(b"\n") or b"\0" in line
+
+
+def _drop_torn_lines(path: Path) -> None:
+    """Cut a journal off before its first torn line, so that the next line stands alone."""
+    whole = 0
+    with path.open("rb") as file:
+        for line in file:
+            if _is_torn(line):
+                os.truncate(path, whole)
+                return
+            whole += len(line)

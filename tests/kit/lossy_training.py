@@ -1,0 +1,146 @@
+"""A training of six numbers that takes milliseconds: the product's loop, journal, checkpoints and files, around gradients that are made up."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.heartbeat import Heartbeat
+from pipeline.runs import checkpoints as index
+from pipeline.runs.identity import write_identity
+from pipeline.runs.lock import run_lock
+from pipeline.runs.status import Outcome, running
+from pipeline.tracking import journal as journals
+from pipeline.tracking.journal import Journal
+from pipeline.training import loop
+from pipeline.training.checkpoint import Checkpoints, weights_sha256
+from pipeline.training.evaluation import Result
+from pipeline.training.guard import NonFiniteGuard
+from pipeline.training.schedule import Schedule
+
+STEPS = loop.Steps(total=6, per_epoch=3, per_log=1, per_checkpoint=2, global_batch=8)
+# Correct answers of ten, by the step of the validation.
+CORRECT = {3: 5, 6: 7}
+
+
+class OnlyRank:
+    """The first and only rank."""
+
+    heartbeat = Heartbeat(None)
+
+    def only_first(self, thing: Callable[[], Any], otherwise: Any) -> Any:
+        return thing()
+
+    def from_first(self, content: bytes) -> bytes:
+        return content
+
+
+class Model(nn.Module):
+    """Six numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        with torch.no_grad():
+            self.layer.weight.copy_(torch.arange(4.0).view(2, 2))
+            self.layer.bias.zero_()
+
+
+class Gradients:
+    """A strategy whose gradients are functions of the step and the weights."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+
+    def backward(self, step: int) -> "Gradients":
+        for number, parameter in enumerate(self._model.parameters()):
+            parameter.grad = parameter.detach() * 0.1 + (step + 1) / (number + 2)
+        self.done = step + 1
+        self._loss = float(sum(parameter.detach().abs().sum() for parameter in self._model.parameters()))
+        return self
+
+    def over_ranks(self) -> dict[str, float]:
+        return {"train/loss": self._loss}
+
+
+class Stop:
+    """Stops before a step, or never."""
+
+    def __init__(self, before: int | None):
+        self._left = before
+
+    def agreed(self) -> bool:
+        if self._left is None:
+            return False
+        self._left -= 1
+        return self._left < 0
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """The digest of weights and momenta."""
+    momenta = {f"{key}": value["momentum_buffer"] for key, value in optimizer.state_dict()["state"].items()}
+    return weights_sha256(dict(model.state_dict()) | momenta)
+
+
+class Told(Checkpoints):
+    """Checkpoints that remember what they restored and saved, and tell of every save that has returned."""
+
+    def __init__(self, folder: Path, keep: int, journal: Path, saved: Callable[[int], None]):
+        super().__init__(folder, keep, OnlyRank(), journal)
+        self._returned = saved
+        # Digests of weights and momenta by step.
+        self.states: dict[int, str] = {}
+        self.restored = -1
+
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        self.restored = super().restore(model, optimizer)
+        self.states[self.restored] = state_of(model, optimizer)
+        return self.restored
+
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+        told = super().save(step, model, optimizer)
+        self.states[step] = state_of(model, optimizer)
+        self._returned(step)
+        return told
+
+
+def train(run: Path, keep: int = 2, steps: int | None = None, saved: Callable[[int], None] = lambda step: None) -> Told:
+    """Do to a run's folder what a start of the train stage does, in its order; returns its checkpoints."""
+    with run_lock(run / "lock"):
+        write_identity(run, {"seed": 1})
+        index.newest(run)
+        journal = Journal(run / "journal.jsonl")
+        if not journals.last(run / "journal.jsonl", "run"):
+            journal.event("run", id="x", experiment="lossy", name="lossy", params={}, tags={})
+        journal.event("started", stage="train", tags={})
+        journal.sync()
+        running(run, 0, "again")
+        found = _as_rank(run, keep, steps, saved)
+        journal.event("ended", stage="train", outcome="done" if steps is None else "stopped", cause="")
+        Outcome("done", 0, "", None, STEPS.total, None, "").write(run)
+        journal.close()
+    return found
+
+
+def _as_rank(run: Path, keep: int, steps: int | None, saved: Callable[[int], None]) -> Told:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    journal = Journal(run / "journal.jsonl")
+    found = Told(run / "checkpoints", keep, run / "journal.jsonl", saved)
+    gradients = Gradients(model)
+    parts = loop.Parts(
+        strategy=gradients,
+        optimizer=optimizer,
+        guard=NonFiniteGuard(model, optimizer, lambda step: ""),
+        schedule=Schedule("cosine", 0.1, 1, STEPS.total),
+        checkpoints=found,
+        journal=journal,
+        stop=Stop(steps),
+        validate=lambda model: Result(0.5, CORRECT[gradients.done], 10, 10, torch.zeros(2, 2)),
+    )
+    step = loop.run(model, STEPS, parts)
+    journal.event("finished" if step == STEPS.total else "stopped", step=step)
+    journal.close()
+    return found
