@@ -6,7 +6,10 @@ tests judge a module, and which of its mutants no test needs to notice, and why.
 
 import argparse
 import ast
+import contextlib
+import gc
 import importlib
+import json
 import os
 import resource
 import select
@@ -15,22 +18,42 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
+import hypothesis
+import pytest
 import yaml
 
 from tests.kit.mutants import Mutant, mutants
 
 ROOT = Path(__file__).parents[2]
 LIST = ROOT / "tests" / "mutation.yaml"
-# What the tests import and no mutant changes.
-LOADED = ("torch.distributed", "torch.nn.parallel", "safetensors.torch", "hypothesis.strategies", "pydantic", "numpy", "pytest")
 OPTIONS = ["-x", "-q", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", "-m", "not slow and not docker and not gpu"]
 SPARE_BYTES = 4 << 30
+
+
+class QuickestFirst:
+    """A plugin of pytest: sorts tests by the seconds that they took without a mutation, and writes down what they take now."""
+
+    def __init__(self, seconds: Path):
+        self._seconds = seconds
+        self._known: dict[str, float] = json.loads(seconds.read_text()) if seconds.exists() else {}
+        self._taken: Counter[str] = Counter()
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: self._known.get(item.nodeid, 0))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._taken[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        if not self._known:
+            self._seconds.write_text(json.dumps(self._taken))
 
 
 class Mutated(SourceFileLoader):
@@ -48,26 +71,37 @@ class Mutated(SourceFileLoader):
         return spec_from_file_location(name, self.path, loader=self) if name == self.name else None
 
 
+def load(tests: list[str]) -> None:
+    """Import all that the tests import, and forget what is ours: a fork imports that anew, changed."""
+    # The first example that fails is enough: no time goes into a smaller one.
+    hypothesis.settings.register_profile("mutation", phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate], database=None)
+    hypothesis.settings.load_profile("mutation")
+    # DDP loads it when it is first built.
+    importlib.import_module("torch._dynamo")
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        pytest.main([*OPTIONS, "--collect-only", *tests])
+    for name in [name for name in sys.modules if name.split(".")[0] in ("pipeline", "tests")]:
+        if name not in (__name__, Mutant.__module__):
+            del sys.modules[name]
+    # What a fork need not look through.
+    gc.collect()
+    gc.freeze()
+
+
 def judge(name: str, path: Path, tree: ast.Module, tests: list[str], output: Path) -> None:
     """Run the tests on a changed module and end this process with pytest's exit code."""
-    os.setsid()
-    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + SPARE_BYTES, used_bytes + SPARE_BYTES))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (SPARE_BYTES, SPARE_BYTES))
-    with output.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
     code = 1
     try:
-        import hypothesis
-        import pytest
-
-        # The first example that fails is enough: no time goes into a smaller one.
-        phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-        hypothesis.settings.register_profile("mutation", phases=phases, database=None)
-        hypothesis.settings.load_profile("mutation")
+        os.setsid()
+        used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + SPARE_BYTES, used_bytes + SPARE_BYTES))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SPARE_BYTES, SPARE_BYTES))
+        with output.open("wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
         sys.meta_path.insert(0, Mutated(name, path, tree))
-        code = int(pytest.main([*OPTIONS, f"--basetemp={output.parent / 'pytest'}", *tests]))
+        plugin = QuickestFirst(output.with_name("seconds.json"))
+        code = int(pytest.main([*OPTIONS, f"--basetemp={output.with_name('pytest')}", *tests], [plugin]))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -130,8 +164,7 @@ def main() -> int:
     if not chosen:
         parser.error(f"{asked.module} is not in {LIST.name}: {', '.join(listed)}")
     os.chdir(ROOT)
-    for one in LOADED:
-        importlib.import_module(one)
+    load([test for module in chosen for test in listed[module]["tests"]])
     unexplained = 0
     for module in chosen:
         explained = {key: why for why, keys in listed[module].get("survivors", {}).items() for key in keys}
