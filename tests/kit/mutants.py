@@ -165,7 +165,7 @@ def _of_expression(node: ast.expr, parent: ast.AST) -> Iterator[ast.expr]:
     elif isinstance(node, ast.BoolOp):
         yield _with(node, op=ast.Or() if isinstance(node.op, ast.And) else ast.And())
         yield from (_with(node, values=_without(node.values, index)) for index in range(len(node.values)))
-    elif isinstance(node, ast.BinOp):
+    elif isinstance(node, ast.BinOp) and not (isinstance(node.op, ast.Div) and _is_text(node.right)):
         yield from [_with(node, op=ARITHMETIC[type(node.op)]())] if type(node.op) in ARITHMETIC else [node.left, node.right]
     elif isinstance(node, ast.UnaryOp):
         yield node.operand
@@ -175,7 +175,7 @@ def _of_expression(node: ast.expr, parent: ast.AST) -> Iterator[ast.expr]:
         yield ast.Constant("")
     elif isinstance(node, ast.FormattedValue) and node.format_spec is not None:
         yield _with(node, format_spec=None)
-    elif isinstance(node, ast.Constant):
+    elif isinstance(node, ast.Constant) and not (isinstance(parent, ast.Subscript) and _is_text(node)):
         yield from map(ast.Constant, _other_values(node.value))
     elif isinstance(node, ast.Name) and node.id in FUNCTIONS and isinstance(parent, ast.Call):
         yield _with(node, id=FUNCTIONS[node.id])
@@ -203,6 +203,11 @@ def _of_call(node: ast.Call, parent: ast.AST) -> Iterator[ast.expr]:
     yield from (_with(node, keywords=_without(node.keywords, index)) for index in range(len(node.keywords)))
     if len(node.args) > 1 and not any(isinstance(one, ast.Starred) for one in node.args[:2]):
         yield _with(node, args=[node.args[1], node.args[0], *node.args[2:]])
+
+
+def _is_text(node: ast.expr) -> bool:
+    """Whether it is a path's last part or a dictionary's key, so that any change is a TypeError or a KeyError."""
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 def _other_values(value: object) -> list[object]:
