@@ -1,15 +1,21 @@
 """What holds for a journal wherever it is cut, and for its reader however it grows."""
 
+import errno
 import json
+import os
+import resource
 import tempfile
+import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.tracking.journal import Journal, Tail, read
+from pipeline.config import MachineError
+from pipeline.tracking.journal import Journal, Tail, last, read
 
 # The same examples in every run; a machine that is busy is no failure.
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=70)
@@ -96,3 +102,120 @@ def test_a_tail_gives_every_line_once_however_the_file_grows_and_the_reader_stop
             assert tail.offset == sum(len(line) for line in content.splitlines(keepends=True)[: len(given_so_far)])
             tail = Tail(path, tail.offset) if anew else tail
         assert given_so_far == [json.loads(line) for line in content.splitlines()]
+
+
+def test_a_journal_is_made_with_its_folders_and_everyone_may_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "one" / "journal.jsonl"
+    before = os.umask(0)
+    try:
+        for _ in range(2):
+            Journal(path).close()
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_line_tells_its_kind_and_when_it_was_written_in_whole_milliseconds(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    before = time.time()
+    journal.event("started", world_size=2)
+    after = time.time()
+    (line,) = read(tmp_path / "journal.jsonl")
+    assert {**line, "at": 0} == {"kind": "started", "at": 0, "world_size": 2}
+    assert isinstance(line["at"], int)
+    assert round(before * 1000) <= line["at"] <= round(after * 1000)
+
+
+def test_a_figure_of_a_step_that_is_known_is_written_neither_twice_nor_again_after_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    for _ in range(2):
+        journal = Journal(path)
+        journal.event("started", values={"train/loss": 0}, step=9)
+        journal.metrics({"train/loss": 0.5}, 0)
+        journal.metrics({"train/loss": 0.4, "validation/loss": 0.6}, 0)
+        journal.metrics({"train/loss": 0.3}, 1)
+        journal.close()
+    figures = [(line["step"], line["values"]) for line in read(path) if line["kind"] == "metrics"]
+    assert figures == [(0, {"train/loss": 0.5}), (0, {"validation/loss": 0.6}), (1, {"train/loss": 0.3})]
+
+
+def test_sync_waits_until_the_file_is_on_the_disk_and_close_lets_go_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def held() -> list[str]:
+        return [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+
+    synced: list[str] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.sync()
+    assert synced == [str(path)]
+    assert str(path) in held()
+    journal.close()
+    assert str(path) not in held()
+
+
+def test_a_line_that_does_not_fit_leaves_nothing_of_itself_and_names_the_file(tmp_path: Path) -> None:
+    """The limit on a file's size stands for the end of a disk: the kernel writes what fits and says how much that was."""
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.event("started")
+    whole = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, hard))
+    try:
+        with pytest.raises(OSError, match=r"No space left on device: \d+ bytes are needed, 5 were free") as short:
+            journal.event("stopped", step=10)
+        left = path.read_bytes()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole), hard))
+        with pytest.raises(OSError, match="File too large") as full:
+            journal.event("stopped", step=10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert left == path.read_bytes() == whole
+    assert (short.value.errno, short.value.filename) == (errno.ENOSPC, str(path))
+    assert (full.value.errno, full.value.filename) == (errno.EFBIG, str(path))
+    journal.event("stopped", step=10)
+    assert [line["kind"] for line in read(path)] == ["started", "stopped"]
+
+
+def test_a_line_that_was_cut_is_not_read_and_the_next_one_stands_alone(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_text('{"kind": "started"}\n{"kind": "st')
+    assert [line["kind"] for line in read(path)] == ["started"]
+    Journal(path).event("finished")
+    assert [line["kind"] for line in read(path)] == ["started", "finished"]
+
+
+def test_a_journal_of_one_cut_line_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_text('{"kind"')
+    Journal(path).event("finished")
+    assert next(read(path))["kind"] == "finished"
+
+
+@pytest.mark.parametrize("content", ['{"kind": "a"}\n', '{"kind": "a"}\n{"kind": "bbb"}\n', '{"kind": "another"}\n{"kind": "c"}\n{"kind": "d"}\n'])
+def test_a_journal_that_is_another_one_than_was_read_is_read_from_its_beginning(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_text('{"kind": "a"}\n{"kind": "b"}\n')
+    tail = Tail(path)
+    assert len(list(tail)) == 2
+    assert list(tail) == []
+    path.write_text(content)
+    assert list(tail) == [json.loads(line) for line in content.splitlines()]
+
+
+def test_a_damaged_line_is_an_error_that_names_the_file_and_the_place(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b'{"kind": "started"}\n{"kind": \xff}\n')
+    with pytest.raises(MachineError, match=f"^{path}: is damaged before byte 32; move {tmp_path} away to train again$"):
+        list(read(path))
+
+
+def test_the_newest_event_of_some_kinds_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    assert last(path, "started") == {}
+    path.write_text("".join(json.dumps({"kind": kind, "step": step}) + "\n" for step, kind in enumerate("abcab")))
+    assert last(path, "a", "c") == {"kind": "a", "step": 3}
+    assert last(path, "c") == {"kind": "c", "step": 2}
+    assert last(path, "d") == {}

@@ -1,0 +1,153 @@
+"""The ordered reduction between ranks: the bits of one tree over the lanes, whoever owns them and whoever is late."""
+
+import copy
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.heartbeat import FORM, WAITING, Heartbeat
+from pipeline.parallel import ddp
+from pipeline.parallel.lanes import Lanes, Node, Task, fold, push
+from pipeline.parallel.ordered import OrderedSum, _sliced, add, add_lists
+from pipeline.ranks import Ranks
+
+SHARES = [[6], [3, 3], [1, 5], [2, 4], [2, 2, 2], [1, 2, 3], [4, 1, 1], [3, 1, 2]]
+SIZES = [1, 2, 3, 6, 7, 64]
+
+
+def leaf(size: int, lane: int, dtype: torch.dtype) -> Tensor:
+    """Values of one lane, of other magnitudes than its neighbours', so that another order of additions has other bits."""
+    return (torch.randn(size, generator=torch.Generator().manual_seed(100 * size + lane)) * 10.0 ** (lane % 4)).to(dtype)
+
+
+def alone(size: int, lanes: int, dtype: torch.dtype) -> Tensor:
+    stack: list[Node[Tensor]] = []
+    for lane in range(lanes):
+        push(stack, (lane, 1, leaf(size, lane, dtype)), torch.Tensor.add)
+    return fold(stack, torch.Tensor.add)
+
+
+def together(group: Ranks, per_rank: list[int], dtype: torch.dtype) -> list[Tensor]:
+    lanes = Lanes(per_rank, group.rank, sum(per_rank))
+    summed, found = OrderedSum(lanes, group), []
+    for size in SIZES:
+        stack: list[Node[Tensor]] = []
+        for lane in lanes.own:
+            push(stack, (lane, 1, leaf(size, lane, dtype)), torch.Tensor.add)
+        found.append(summed(stack))
+    return found
+
+
+def test_other_orders_of_these_values_have_other_bits() -> None:
+    values = [leaf(64, lane, torch.float32) for lane in range(4)]
+    assert not torch.equal(((values[0] + values[1]) + values[2]) + values[3], (values[0] + values[1]) + (values[2] + values[3]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_the_sum_has_the_bits_of_one_tree_on_any_ranks(dtype: torch.dtype, thread_ranks: Callable[..., list[Any]]) -> None:
+    for share in SHARES:
+        for found in thread_ranks(len(share), together, share, dtype):
+            for size, total in zip(SIZES, found, strict=True):
+                assert total.dtype == dtype
+                assert torch.equal(total, alone(size, 6, dtype))
+
+
+def late(group: Ranks, at: str) -> Tensor:
+    """Two sums that overlap; the last rank comes late, so whoever does not wait for it takes what is not there yet."""
+    lanes = Lanes([1, 1, 1], group.rank, 3)
+    summed = OrderedSum(lanes, group)
+    if group.rank == 2 and at == "scatter":
+        time.sleep(0.1)
+    under_way = [summed.scatter([(group.rank, 1, leaf(60000, group.rank, torch.float32))]) for _ in range(2)]
+    if group.rank == 2 and at == "gather":
+        time.sleep(0.1)
+    for one in under_way:
+        summed.gather(one)
+    return torch.stack([summed.result(one) for one in under_way])
+
+
+@pytest.mark.parametrize("at", ["scatter", "gather"])
+def test_a_sum_waits_for_the_rank_that_is_late(at: str, thread_ranks: Callable[..., list[Any]]) -> None:
+    expected = alone(60000, 3, torch.float32)
+    for found in thread_ranks(3, late, at):
+        assert torch.equal(found, torch.stack([expected, expected]))
+
+
+def test_tensors_are_cut_so_that_every_rank_finds_its_slices_together_with_zeros_at_the_end() -> None:
+    first, second = torch.arange(1.0, 6), torch.arange(11.0, 16)
+    assert _sliced([first, second], 3, 2).tolist() == [1, 2, 11, 12, 3, 4, 13, 14, 5, 0, 15, 0]
+    assert _sliced([first, second], 5, 1).tolist() == [1, 11, 2, 12, 3, 13, 4, 14, 5, 15]
+    assert _sliced([torch.ones(1), torch.ones(1)], 3, 1).tolist() == [1, 1, 0, 0, 0, 0]
+    assert _sliced([first.double()], 2, 3).dtype == torch.float64
+
+
+def test_additions_are_made_in_the_place_of_the_left_value() -> None:
+    left, right = torch.ones(2), torch.full((2,), 2.0)
+    assert add(left, right) is left
+    assert left.tolist() == [3, 3]
+    lefts, rights = [torch.ones(2), torch.zeros(1)], [torch.ones(2), torch.ones(1)]
+    assert add_lists(lefts, rights) is lefts
+    assert [value.tolist() for value in lefts] == [[2, 2], [1]]
+    assert [value.tolist() for value in rights] == [[1, 1], [1]]
+
+
+def network() -> nn.Module:
+    """Of more than one of DDP's buckets, with weights in channels-last order and one that does not learn."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * 36, 600), nn.ReLU(), nn.Linear(600, 600), nn.Linear(600, 4))
+    model[4].bias.requires_grad_(False)
+    return model.to(memory_format=torch.channels_last)
+
+
+def task(model: nn.Module) -> Task:
+    def batch(step: int, lane: int) -> tuple[Tensor, Tensor]:
+        source = torch.Generator().manual_seed(100 * step + lane)
+        return torch.randn(4, 3, 6, 6, generator=source) * 10.0**lane, torch.randint(4, (4,), generator=source)
+
+    return Task(model, batch, 1, 0.0, nullcontext)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def trained(group: Ranks, per_rank: list[int], model: nn.Module) -> tuple[list[list[Tensor]], int]:
+    """The gradients of three steps, and what the heartbeat shows after them."""
+    group = replace(group, heartbeat=Heartbeat(None))
+    model = copy.deepcopy(model)
+    strategy = ddp.build(task(model), Lanes(per_rank, group.rank, 4 * sum(per_rank)), group, "ordered")
+    found = []
+    for step in range(3):
+        strategy.backward(step)
+        found.append(gradients(model))
+        assert all(one.grad.stride() == one.stride() for one in model.parameters() if one.grad is not None)
+    return found, FORM.unpack(group.heartbeat._shown[: FORM.size])[3]
+
+
+def by_hand(model: nn.Module, lanes: int, step: int) -> list[Tensor]:
+    """The same gradients without DDP and without ranks: one lane after another, summed in the tree."""
+    stack: list[Node[list[Tensor]]] = []
+    for lane in range(lanes):
+        model.zero_grad()
+        loss, _ = task(model).forward(model, step, lane)
+        (loss * (1 / (4 * lanes))).backward()
+        push(stack, (lane, 1, gradients(model)), lambda left, right: [a + b for a, b in zip(left, right, strict=True)])
+    return fold(stack, lambda left, right: [a + b for a, b in zip(left, right, strict=True)])
+
+
+@pytest.mark.parametrize("per_rank", [[1], [4], [6], [2, 2], [3, 1], [1, 2, 1]], ids=str)
+def test_ddp_leaves_the_gradients_of_all_lanes_on_every_rank(per_rank: list[int], thread_ranks: Callable[..., list[Any]]) -> None:
+    model = network()
+    expected = [by_hand(copy.deepcopy(model), sum(per_rank), step) for step in range(3)]
+    for found, phase in thread_ranks(len(per_rank), trained, per_rank, model):
+        for step in range(3):
+            assert len(found[step]) == len(expected[step]) == 7
+            for one, other in zip(found[step], expected[step], strict=True):
+                assert torch.equal(one, other)
+        assert phase == WAITING

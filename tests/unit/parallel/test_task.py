@@ -1,0 +1,117 @@
+"""What is differentiated in a lane, and the totals of a step."""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import draw_seed
+from pipeline.parallel.lanes import Lanes, Task, Totals, fold, seed_draws
+from pipeline.ranks import Ranks
+
+
+def batch(step: int, lane: int) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(10 * step + lane)
+    return torch.randn(5, 3, generator=source), torch.randint(7, (5,), generator=source)
+
+
+def made(label_smoothing: float = 0.0, autocast: Callable[[], Any] = nullcontext, dropout: float = 0.0) -> Task:
+    torch.manual_seed(0)
+    return Task(nn.Sequential(nn.Dropout(dropout), nn.Linear(3, 7)), batch, 3, label_smoothing, autocast)
+
+
+def losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Of each sample, by the definition."""
+    return logits.exp().sum(1).log() - logits[torch.arange(len(labels)), labels]
+
+
+def test_a_lane_gives_the_sum_of_its_losses_and_its_row_of_loss_and_right_answers() -> None:
+    task = made()
+    loss, row = task.forward(task.model, 2, 1)
+    images, labels = batch(2, 1)
+    logits = task.model(images)
+    assert loss.item() == pytest.approx(losses(logits, labels).sum().item(), rel=1e-6)
+    assert loss.requires_grad
+    assert row.tolist() == [loss.item(), sum(int(one.argmax()) == label for one, label in zip(logits, labels.tolist(), strict=True))]
+    assert (row.dtype, row.requires_grad) == (torch.float64, False)
+
+
+def test_right_answers_are_those_with_the_largest_output() -> None:
+    task = made()
+    images, labels = batch(0, 0)
+    right = Task(lambda _: nn.functional.one_hot(labels, 7).float(), batch, 3, 0.0, nullcontext)
+    assert right.forward(right.model, 0, 0)[1][1].item() == 5
+    wrong = Task(lambda _: -nn.functional.one_hot(labels, 7).float(), batch, 3, 0.0, nullcontext)
+    assert wrong.forward(wrong.model, 0, 0)[1][1].item() == 0
+    assert task.forward(task.model, 0, 0)[1][0].item() > 0
+
+
+def test_label_smoothing_takes_a_share_of_the_loss_over_all_classes() -> None:
+    sharp, smooth = made(), made(label_smoothing=0.25)
+    images, labels = batch(2, 1)
+    logits = sharp.model(images)
+    over_all = sum(losses(logits, torch.full_like(labels, one)).sum().item() for one in range(7)) / 7
+    expected = 0.75 * sharp.forward(sharp.model, 2, 1)[0].item() + 0.25 * over_all
+    assert smooth.forward(smooth.model, 2, 1)[0].item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_model_computes_under_autocast_and_the_loss_in_full_precision() -> None:
+    task, half = made(), made(autocast=lambda: torch.autocast("cpu", torch.bfloat16))
+    loss, half_loss = (one.forward(one.model, 2, 1)[0] for one in (task, half))
+    assert half_loss.dtype == torch.float32
+    images, labels = batch(2, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = half.model(images)
+    assert logits.dtype == torch.bfloat16
+    assert half_loss.item() == pytest.approx(losses(logits.float(), labels).sum().item(), rel=1e-6)
+    assert half_loss.item() != loss.item()
+
+
+def test_the_draws_of_a_lane_depend_on_seed_step_and_lane_alone() -> None:
+    task = made(dropout=0.5)
+    first, _ = task.forward(task.model, 2, 1)
+    torch.rand(3)
+    assert torch.equal(task.forward(task.model, 2, 1)[0], first)
+    torch.manual_seed(draw_seed(3, "lane", 2, 1))
+    images, labels = batch(2, 1)
+    assert first.item() == pytest.approx(losses(task.model(images), labels).sum().item(), rel=1e-6)
+
+
+def test_a_gpus_draws_leave_those_of_the_cpu_alone() -> None:
+    seed_draws(5, torch.device("cpu"))
+    assert torch.default_generator.initial_seed() == 5
+    seed_draws(6, torch.device("cuda"))
+    assert torch.default_generator.initial_seed() == 5
+
+
+def totals(group: Ranks, per_rank: list[int]) -> dict[str, float]:
+    lanes = Lanes(per_rank, group.rank, 48)
+    rows = [torch.tensor([0.1 * 10.0**lane, lane], dtype=torch.float64) for lane in lanes.own]
+    return Totals(rows, lanes, group).over_ranks()
+
+
+@pytest.mark.parametrize("per_rank", [[6], [3, 3], [1, 2, 3]], ids=str)
+def test_totals_are_means_over_the_global_batch_and_the_same_on_any_ranks(per_rank: list[int], thread_ranks: Callable[..., list[Any]]) -> None:
+    (alone,) = thread_ranks(1, totals, [6])
+    assert alone["train/accuracy"] == 15 / 48
+    assert math.isclose(alone["train/loss"], 11111.1 / 48)
+    assert all(found == alone for found in thread_ranks(len(per_rank), totals, per_rank))
+
+
+def test_the_last_blocks_are_added_first() -> None:
+    assert fold([(0, 4, "a"), (4, 2, "b"), (6, 1, "c")], lambda left, right: f"({left}+{right})") == "(a+(b+c))"
+
+
+@pytest.mark.parametrize(
+    ("whole", "name"),
+    [(Lanes([1], 0, 4), "rank"), (made(), "seed"), (Totals([], Lanes([1], 0, 4), None), "rows")],
+    ids=lambda one: type(one).__name__,
+)
+def test_what_a_strategy_is_given_cannot_be_changed(whole: object, name: str) -> None:
+    with pytest.raises(FrozenInstanceError):
+        setattr(whole, name, 1)
