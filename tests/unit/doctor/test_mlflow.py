@@ -3,9 +3,7 @@
 import re
 import ssl
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,8 +13,7 @@ import pytest
 
 from pipeline.doctor import mlflow
 from pipeline.doctor.finding import Finding
-from tests.kit.compose import free_port
-from tests.kit.experiment import clean_environment
+from tests.kit.servers import Server
 from tests.unit.doctor.test_network import listening
 
 
@@ -62,8 +59,9 @@ def test_what_keeps_mlflow_from_taking_runs_is_found() -> None:
             assert found.kind == "wrong"
             assert words in str(found)
     with listening() as silent:
+        closed = f"(the server at 127.0.0.1, port {here.split(':')[2]}, does not answer: connection refused)"
         for uri, words in {
-            here: f"MLflow cannot be reached at {here} (the server at 127.0.0.1, port {here.split(':')[2]}, does not answer: connection refused)",
+            here: f"MLflow cannot be reached at {here} {closed}",
             f"http://127.0.0.1:{silent}": f"port {silent}, does not answer: timed out",
             "http://no-such-machine.invalid:5000": "does not answer: name or service not known",
             "http://me:12/34@there:5000": "percent-encode",
@@ -104,25 +102,18 @@ def test_a_real_server_hears_what_its_own_client_says_and_the_fix_for_a_refused_
     from mlflow.utils.credentials import get_default_host_creds
     from mlflow.utils.rest_utils import http_request
 
-    port = free_port()
-    variables = clean_environment() | {"MLFLOW_SERVER_ALLOWED_HOSTS": f"127.0.0.1:{port}"}
-    command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}", "--workers=1"]
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=log, stderr=log)
+    real = Server(tmp_path / "server", MLFLOW_SERVER_ALLOWED_HOSTS="127.0.0.1:*")
     try:
-        until = time.monotonic() + 120
-        while mlflow.store(f"http://127.0.0.1:{port}").kind != "ok":
-            assert process.poll() is None and time.monotonic() < until, (tmp_path / "log").read_text()
-            time.sleep(0.5)
-        found = mlflow.store(f"http://localhost:{port}")
+        assert mlflow.store(real.start().uri) == Finding("ok", f"MLflow answers at {real.uri}")
+        found = mlflow.store(f"http://localhost:{real.port}")
     finally:
-        process.terminate()
-        process.wait(30)
-    assert (found.kind, found.text) == ("wrong", f"MLflow at http://localhost:{port} rejects the Host header localhost:{port} (403)")
+        real.kill()
+    name = f"localhost:{real.port}"
+    assert (found.kind, found.text) == ("wrong", f"MLflow at http://{name} rejects the Host header {name} (403)")
     allowed = re.findall(r"MLFLOW_SERVER_ALLOWED_HOSTS='(.+)'", found.fix)[0]
-    assert f"localhost:{port}" in allowed.split(",")
+    assert name in allowed.split(",")
     monkeypatch.setenv("MLFLOW_SERVER_ALLOWED_HOSTS", allowed)
-    assert is_allowed_host_header(get_allowed_hosts_from_env() or [], f"127.0.0.1:{port}")
+    assert is_allowed_host_header(get_allowed_hosts_from_env() or [], f"127.0.0.1:{real.port}")
     with answering() as server:
         there = f"{server.server_address[1]}"
         monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
