@@ -21,7 +21,7 @@ COMMANDS = {
     "sync": "bring MLflow up to date with the journals of all runs",
     "lead": "run a command, such as dvc repro, whose training other machines take part in",
     "join": "take part in what a leader trains, and leave with its verdict",
-    "doctor": "look for what would go wrong on this machine, and name its cure",
+    "doctor": "check this machine for what would make a run fail, and print a fix for each problem",
 }
 
 
@@ -91,7 +91,8 @@ def parser() -> argparse.ArgumentParser:
     each["lead"].add_argument("--port", type=number(1, 65535), help="where workers join (default: 29400)")
     each["lead"].add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND…", help="what to run, with its own arguments")
     each["join"].add_argument("leader", metavar="HOST[:PORT]", help="where `lead` runs")
-    each["doctor"].add_argument("--leader", metavar="HOST[:PORT]", help="also look whether a leader can be reached")
+    each["doctor"].add_argument("--leader", metavar="HOST[:PORT]", help="also check that a leader answers there")
+    each["doctor"].add_argument("--port", type=number(1, 65535), help="where this machine would lead (default: 29400)")
     return whole
 
 

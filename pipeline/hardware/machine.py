@@ -25,6 +25,8 @@ OVERRIDES = (
 )
 # CUDA's compute capability from which on bf16 is native.
 AMPERE = 8
+# cuInit's answer where there is a driver and no GPU.
+CUDA_ERROR_NO_DEVICE = 100
 
 
 @dataclass(frozen=True)
@@ -88,14 +90,21 @@ def cuda_of_torch() -> int:
 
 
 def _gpus() -> tuple[list[str], int, int]:
-    """The names of the visible GPUs, the lowest capability among them, and what the driver can do, asked of the driver."""
+    """Return the names of the visible GPUs, their lowest capability and the driver's CUDA version; raises MachineError if it is broken."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return [], 0, 0
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return [], 0, 0
     count, device, major, minor, version = (ctypes.c_int() for _ in range(5))
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+    error = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
+    if error == CUDA_ERROR_NO_DEVICE:
         return [], 0, 0
+    if error:
+        raise MachineError(
+            f"the GPU's driver does not work (cuInit failed with {error}); see nvidia-smi, or set CUDA_VISIBLE_DEVICES= for CPUs"
+        )
     names: list[str] = []
     capabilities: list[int] = []
     for index in range(count.value):

@@ -1,0 +1,79 @@
+"""Checks of what the ranks compute on: GPUs, cores, memory and /dev/shm."""
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+from pipeline.config import Config, ConfigError, Dist, MachineError
+from pipeline.doctor.finding import Finding
+from pipeline.hardware.machine import Machine
+from pipeline.hardware.placement import place
+
+MIB, GIB = 1 << 20, 1 << 30
+# A rank of the default experiment peaks at 0.8 GiB.
+SHARED_BYTES, RANK_BYTES = 256 * MIB, GIB
+
+
+def ranks(config: Config, machine: Machine) -> list[Finding]:
+    """Whether there is a GPU, or else a core, for each rank and thread."""
+    try:
+        placement = place(config, machine)
+    except (ConfigError, MachineError) as error:
+        return [Finding("wrong", str(error))]
+    dist, gpus = config.dist, len(machine.gpus)
+    ranks_here = dist.world_size // dist.nodes
+    how = f"{placement.backend}, {placement.precision}"
+    if placement.device == "cpu":
+        cores, threads = len(os.sched_getaffinity(0)), ranks_here * dist.threads_per_rank
+        text = f"no GPU; {ranks_here} ranks with {threads} threads on {cores} cores ({how})"
+        if threads > cores:
+            return [Finding("note", f"{text}, which is slow", _fewer_ranks(dist, cores // dist.threads_per_rank))]
+        return [Finding("ok", text)]
+    text = f"{ranks_here} ranks on {gpus} GPUs, {machine.gpus[0]} ({how})"
+    if gpus < ranks_here and dist.backend == "auto":
+        return [Finding("wrong", f"{text}: ranks that share a GPU through gloo are slow", _fewer_ranks(dist, gpus))]
+    return [Finding("ok", text)]
+
+
+def _fewer_ranks(dist: Dist, most: int) -> str:
+    """The settings of the same experiment with as many ranks as possible, but no more than `most` per node."""
+    sizes = range(dist.nodes * max(most, 1), 0, -dist.nodes)
+    size = next(size for size in sizes if dist.global_batch % (size * dist.accumulation) == 0)
+    batch = dist.global_batch // (size * dist.accumulation)
+    lanes = ", lanes_per_rank: null" if dist.lanes_per_rank else ""
+    return f"set dist.world_size: {size}, batch_size_per_gpu: {batch}{lanes}"
+
+
+def memory(dist: Dist, limit_bytes: int | None) -> list[Finding]:
+    """A note if the control group's limit leaves less than 1 GiB for each rank."""
+    ranks_here = dist.world_size // dist.nodes
+    if limit_bytes is None or limit_bytes >= ranks_here * RANK_BYTES:
+        return []
+    text = f"a control group allows {limit_bytes // MIB} MiB of memory to {ranks_here} ranks"
+    return [Finding("note", text, f"MEMORY={2 * ranks_here}g docker compose up, or docker run --memory={2 * ranks_here}g")]
+
+
+def memory_limit(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """The lowest limit of this process's control group and those above it, of version 2 or 1."""
+    limits: list[int] = []
+    for line in own.read_text().splitlines() if own.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        files = mounted / "memory" if controllers else mounted
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        for group in (Path(path), *Path(path).parents):
+            # No such file in a container, which sees its own group as the topmost; "max" where there is no limit.
+            with contextlib.suppress(OSError, ValueError):
+                limits.append(int((files / group.relative_to("/") / name).read_text()))
+    return min(limits, default=None)
+
+
+def shared_memory(folder: Path) -> Finding:
+    """Whether /dev/shm is large enough for gloo and nccl, which end in "Bus error" if it is not."""
+    size_bytes = shutil.disk_usage(folder).total if folder.is_dir() else 0
+    text = f"{folder} has {size_bytes // MIB} MiB"
+    if size_bytes >= SHARED_BYTES:
+        return Finding("ok", text)
+    return Finding("wrong", f"{text}, and ranks need {SHARED_BYTES // MIB}", "shm_size: 1gb in Compose, or docker run --shm-size=1g")
