@@ -18,15 +18,10 @@ from tests.kit.checkout import clone_of
 from tests.kit.compose import IMAGE, USER, Project, sh
 from tests.kit.experiment import LONGER, ROOT, Experiment, clean_environment
 from tests.kit.groups import run_ranks
-<<<<<<< HEAD
 from tests.kit.skips import NO_GPU, pytest_sessionfinish
-
-__all__ = ["pytest_sessionfinish", "run_ranks"]
-=======
 from tests.kit.threads import thread_ranks
 
-__all__ = ["run_ranks", "thread_ranks"]
->>>>>>> mutation
+__all__ = ["pytest_sessionfinish", "run_ranks", "thread_ranks"]
 
 # As ranks have it: kernels round differently with another number of threads.
 torch.set_num_threads(1)

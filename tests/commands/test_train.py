@@ -13,6 +13,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from pipeline.timeouts import STORM_SECONDS
 from tests.kit.experiment import LONGER, ROOT, Experiment, clean_environment
 from tests.kit.trainings import experiment_steps, mlflow_runs, ranks_of, same_figures, status, suspended, wait_for_step, weights
 from tests.kit.waiting import child_cpu_seconds, until
@@ -116,7 +117,7 @@ def test_a_second_signal_ends_it_at_once(experiment: Experiment, numbers: tuple[
     with suspended(process):
         process.send_signal(numbers[0])
         # By hand, and not a storm of signals from a machine.
-        time.sleep(2.5)
+        time.sleep(STORM_SECONDS + 0.5)
         assert process.poll() is None
         process.send_signal(numbers[1])
         said, _ = process.communicate(timeout=120)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
+from pipeline.timeouts import STORM_SECONDS
 from tests.kit.experiment import LONGER, Experiment
 from tests.kit.trainings import mlflow_runs, ranks_of, same_figures, suspended, wait_for_step
 from tests.kit.waiting import until
@@ -23,7 +24,7 @@ def interrupted(process: subprocess.Popen[str], times: int, module: str | None =
         process.send_signal(signal.SIGINT)
         if times == 2:
             # A person's second Ctrl-C, and not one of a storm of signals; a stage without ranks is over by then.
-            time.sleep(2.5 if module else 0.05)
+            time.sleep(STORM_SECONDS + 0.5 if module else 0.05)
             process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     return process.returncode

@@ -17,6 +17,7 @@ from pipeline import __main__ as commands
 from pipeline.data.batches import Batches
 from pipeline.launch import supervisor, watchdog
 from pipeline.training import train_rank
+from pipeline.training.evaluation import Evaluation
 
 
 class Fault:
@@ -58,6 +59,23 @@ class Fault:
         images[0, 0, 0, 0] = float("inf")
 
 
+class Slow(list):  # type: ignore[type-arg]
+    """Chunks that each take so many seconds."""
+
+    seconds = 0.0
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        time.sleep(self.seconds)
+        return super().__getitem__(index)
+
+
+def slow_chunks(evaluation: Evaluation, seconds: float) -> Evaluation:
+    """An evaluation that takes its time."""
+    evaluation._batches = Slow(evaluation._batches)
+    evaluation._batches.seconds = seconds
+    return evaluation
+
+
 def fill(folder: Path) -> Path:
     """Leave no byte on a disk."""
     filler = folder / "filler"
@@ -86,6 +104,9 @@ def as_rank() -> None:
     if kind == "full":
         export = train_rank.export
         train_rank.export = lambda job, model: (fill(job.run), export(job, model))
+    elif kind == "validation":
+        build = train_rank.Evaluation
+        train_rank.Evaluation = lambda *parts: slow_chunks(build(*parts), float(number))
     elif os.environ["RANK"] == number:
         batches = train_rank.batches
         train_rank.batches = lambda *parts: Fault(batches(*parts), kind, int(step))

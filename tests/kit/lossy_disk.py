@@ -168,7 +168,7 @@ class Recording:
                 note = change.value
             else:
                 disk.apply(change)
-            found |= {tree: note for tree in disk.states()}
+            found |= dict.fromkeys(disk.states(), note)
         return [CrashState(tree, note) for tree, note in found.items()]
 
     def __enter__(self) -> "Recording":

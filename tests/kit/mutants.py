@@ -194,9 +194,9 @@ def _of_expression(node: ast.expr, parent: ast.AST) -> Iterator[ast.expr]:
 def _of_call(node: ast.Call, parent: ast.AST) -> Iterator[ast.expr]:
     # A statement of its own is dropped whole.
     if not isinstance(parent, ast.Expr | ast.Raise):
-        if isinstance(node.func, ast.Attribute) and not (isinstance(node.func.value, ast.Name) and node.func.value.id.islower()):
-            yield node.func.value
-        elif isinstance(node.func, ast.Attribute) and not node.args:
+        if (isinstance(node.func, ast.Attribute) and not (isinstance(node.func.value, ast.Name) and node.func.value.id.islower())) or (
+            isinstance(node.func, ast.Attribute) and not node.args
+        ):
             yield node.func.value
         elif node.args and not isinstance(node.args[0], ast.Starred) and ast.unparse(node.func) not in NEEDED:
             yield node.args[0]

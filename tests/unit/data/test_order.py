@@ -25,7 +25,9 @@ def test_the_order_is_the_one_of_earlier_versions() -> None:
 
 
 def test_every_purpose_has_draws_of_its_own() -> None:
-    drawn = {torch.rand(4, generator=generator(*key)).sum().item() for key in ((1, "order", 0), (1, "order", 1), (2, "order", 0), (1, "crop", 0))}
+    drawn = {
+        torch.rand(4, generator=generator(*key)).sum().item() for key in ((1, "order", 0), (1, "order", 1), (2, "order", 0), (1, "crop", 0))
+    }
     assert len(drawn) == 4
     assert torch.equal(torch.rand(4, generator=generator(1, "order", 0)), torch.rand(4, generator=generator(1, "order", 0)))
 

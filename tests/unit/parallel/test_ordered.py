@@ -100,7 +100,9 @@ def test_additions_are_made_in_the_place_of_the_left_value() -> None:
 def network() -> nn.Module:
     """Of more than one of DDP's buckets, with weights in channels-last order and one that does not learn."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * 36, 600), nn.ReLU(), nn.Linear(600, 600), nn.Linear(600, 4))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * 36, 600), nn.ReLU(), nn.Linear(600, 600), nn.Linear(600, 4)
+    )
     model[4].bias.requires_grad_(False)
     return model.to(memory_format=torch.channels_last)
 

@@ -96,7 +96,9 @@ def totals(group: Ranks, per_rank: list[int]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("per_rank", [[6], [3, 3], [1, 2, 3]], ids=str)
-def test_totals_are_means_over_the_global_batch_and_the_same_on_any_ranks(per_rank: list[int], thread_ranks: Callable[..., list[Any]]) -> None:
+def test_totals_are_means_over_the_global_batch_and_the_same_on_any_ranks(
+    per_rank: list[int], thread_ranks: Callable[..., list[Any]]
+) -> None:
     (alone,) = thread_ranks(1, totals, [6])
     assert alone["train/accuracy"] == 15 / 48
     assert math.isclose(alone["train/loss"], 11111.1 / 48)

@@ -194,7 +194,9 @@ def test_a_journal_of_one_cut_line_begins_anew(tmp_path: Path) -> None:
     assert next(read(path))["kind"] == "finished"
 
 
-@pytest.mark.parametrize("content", ['{"kind": "a"}\n', '{"kind": "a"}\n{"kind": "bbb"}\n', '{"kind": "another"}\n{"kind": "c"}\n{"kind": "d"}\n'])
+@pytest.mark.parametrize(
+    "content", ['{"kind": "a"}\n', '{"kind": "a"}\n{"kind": "bbb"}\n', '{"kind": "another"}\n{"kind": "c"}\n{"kind": "d"}\n']
+)
 def test_a_journal_that_is_another_one_than_was_read_is_read_from_its_beginning(content: str, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_text('{"kind": "a"}\n{"kind": "b"}\n')

@@ -1,0 +1,139 @@
+"""Stop requests as engines make them: to every process at once, more than once, with little time."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from tests.kit.experiment import LONGER, ROOT, Experiment, clean_environment
+from tests.kit.trainings import mlflow_runs, ranks_of, same_figures, status, suspended, wait_for_step
+from tests.kit.waiting import until
+
+pytestmark = pytest.mark.slow
+Note = Callable[[str, object], None]
+
+
+def job_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+    """Every process of a job but the mirror, which ignores signals anyway."""
+    return [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+
+
+def signal_all(processes: list[psutil.Process], number: int) -> None:
+    for one in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.send_signal(number)
+
+
+@pytest.mark.parametrize("order", ["launcher first", "ranks first"])
+@pytest.mark.fault(29, "SIGTERM to every process of a job, three times within 3 s, the launcher first or last")
+def test_a_signal_to_every_process_is_one_request(baseline: Experiment, experiment: Experiment, order: str, record_property: Note) -> None:
+    experiment.set(**LONGER, checkpoint__every_steps=1000).run("prepare")
+    process = experiment.start("train")
+    wait_for_step(experiment, 30, process)
+    everyone = job_of(process)
+    with suspended(process):
+        for _ in range(3):
+            signal_all(everyone if order == "launcher first" else everyone[::-1], signal.SIGTERM)
+            time.sleep(0.5)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    ended = status(experiment)
+    assert (ended["outcome"], ended["step"]) == ("stopped", int(ended["checkpoint"][-20:-12])), "the step it stopped at is saved"
+    assert ended["step"] >= 30
+    experiment.set(**LONGER).run("train")
+    same_figures(experiment, baseline)
+    record_property("happened", f"{len(everyone)} processes signalled three times: 75 at step {ended['step']}, saved; bit-equal")
+
+
+@pytest.mark.fault(29, "SIGTERM to `lead` and to all below it at once")
+def test_a_signal_to_lead_and_all_below_it_is_one_request(experiment: Experiment) -> None:
+    experiment.set(**LONGER, checkpoint__every_steps=1000).run("prepare")
+    words = [sys.executable, "-m", "pipeline", "train", "--params", str(experiment.params)]
+    process = experiment.start("lead", "--port", "29411", *words)
+    wait_for_step(experiment, 30, process)
+    with suspended(process):
+        signal_all(job_of(process), signal.SIGTERM)
+        time.sleep(0.5)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    ended = status(experiment)
+    assert (ended["outcome"], ended["step"]) == ("stopped", int(ended["checkpoint"][-20:-12]))
+
+
+@pytest.mark.fault(35, "a stop in a validation that takes longer than a grace of 3 s")
+def test_a_stop_in_a_long_validation_is_saved_and_the_validation_made_up_for(
+    baseline: Experiment, experiment: Experiment, record_property: Note
+) -> None:
+    experiment.set(**LONGER, dist__grace_seconds=3, checkpoint__every_steps=1000).run("prepare")
+    words = [sys.executable, "-m", "tests.kit.faulty", "train", "--params", str(experiment.params)]
+    environment = clean_environment() | {"FAULT": "validation:1.5:0"}
+    process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    # The last figure before the first validation.
+    wait_for_step(experiment, 56, process)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    assert status(experiment)["step"] == 56
+    assert status(experiment)["checkpoint"].endswith("step-00000056.safetensors")
+    assert not [line for line in experiment.journal("metrics") if "validation/loss" in line["values"]]
+    experiment.set(**LONGER).run("train")
+    same_figures(experiment, baseline)
+    assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
+    record_property("happened", "75 at the end of the epoch, saved before the grace was over; validated when it went on; bit-equal")
+
+
+@pytest.mark.parametrize("seconds", [3, 10])
+@pytest.mark.fault(35, "SIGTERM to everything, SIGKILL to what is left 3 and 10 s later")
+def test_an_engine_that_kills_soon_costs_no_checkpoint(baseline: Experiment, experiment: Experiment, seconds: int) -> None:
+    experiment.set(**LONGER).run("prepare")
+    process = experiment.start("train")
+    wait_for_step(experiment, 50, process)
+    everyone = job_of(process)
+    signal_all(everyone, signal.SIGTERM)
+    _, left = psutil.wait_procs(everyone, timeout=seconds)
+    signal_all(left, signal.SIGKILL)
+    process.communicate(timeout=30)
+    kept = [int(path.stem[-8:]) for path in (experiment.run_folder / "checkpoints").glob("step-*.safetensors")]
+    assert max(kept) >= 40
+    experiment.run("train")
+    same_figures(experiment, baseline)
+
+
+def test_a_plain_torchrun_takes_the_same_ranks_to_the_same_end(baseline: Experiment, experiment: Experiment) -> None:
+    experiment.set(**LONGER).run("prepare")
+    process = experiment.start("train")
+    wait_for_step(experiment, 30, process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+    (job,) = experiment.run_folder.glob("logs/*/job.json")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [*torchrun, "-m", "pipeline.training.train_rank", str(job)]
+    plain = subprocess.run(words, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=200)
+    assert plain.returncode == 0, plain.stderr
+    assert experiment.journal("finished")
+    experiment.run("train")
+    same_figures(experiment, baseline)
+
+
+def test_a_killed_agent_leaves_ranks_that_save(baseline: Experiment, experiment: Experiment) -> None:
+    experiment.set(**LONGER, checkpoint__every_steps=1000).run("prepare")
+    process = experiment.start("train")
+    wait_for_step(experiment, 30, process)
+    agent = psutil.Process(ranks_of(process)[0].pid).parent()
+    assert agent is not None
+    with suspended(process):
+        os.kill(agent.pid, signal.SIGKILL)
+        until(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert status(experiment)["step"] == int(status(experiment)["checkpoint"][-20:-12])
+    experiment.set(**LONGER).run("train")
+    same_figures(experiment, baseline)
