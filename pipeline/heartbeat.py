@@ -1,4 +1,4 @@
-"""The heartbeat of a rank: where it is, in a few bytes that its launcher reads while it runs, its stacks on demand, its last words."""
+"""A rank's heartbeat: step and phase in a small mapped file that the supervisor reads, its stacks on SIGUSR1, its exit reason."""
 
 import faulthandler
 import mmap
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FORM = struct.Struct("<6q")
-# With room for last words: on a full disk nothing could be written but what is there already.
+# With room for the exit reason: on a full disk only what is allocated already can be written.
 SIZE_BYTES = 4096
 STARTING, COMPUTING, WAITING, FINISHING, LEAVING = range(5)
 AT_WORK = (COMPUTING, FINISHING)
@@ -20,35 +20,35 @@ BEAT_SECONDS = 1
 
 
 class Heartbeat:
-    """Tells of every step, and of every piece of work in it; without a folder nobody listens."""
+    """Shows every step and every phase in it; without a folder nobody reads it."""
 
     def __init__(self, folder: Path | None):
         self._rank, self._step, self._beats = -1, -1, 0
         if folder is None:
             self._shown = mmap.mmap(-1, SIZE_BYTES)
             return
-        # SIGUSR1 writes down what every thread does, also where Python itself hangs in a call.
+        # On SIGUSR1 the stacks of all threads are written, also while Python hangs in a call.
         faulthandler.register(signal.SIGUSR1, (folder / "stacks.log").open("w"))
         with (folder / ".heartbeat").open("w+b") as file:
-            # Written and not only mapped: on a full disk the one is an error, the other a death by SIGBUS.
+            # Written before it is mapped: a full disk is then an error, and not a SIGBUS.
             file.write(FORM.pack(os.getpid(), self._rank, self._step, STARTING, 0, 0).ljust(SIZE_BYTES, b"\0"))
             file.flush()
             self._shown = mmap.mmap(file.fileno(), SIZE_BYTES)
-        # Whoever finds it may read it.
+        # A reader finds the whole file or none.
         os.replace(folder / ".heartbeat", folder / "heartbeat")
 
     def seated(self, rank: int) -> None:
-        """By which rank it is known; torchrun's own count is another one."""
+        """Set the rank, which is not torchrun's: see ranks.rendezvous."""
         self._rank = rank
         self._show(STARTING)
 
     def computing(self, step: int | None = None) -> None:
-        """Something of one's own begins, in this step or in the same one."""
+        """Compute: in this step, or on in the same one."""
         self._step = self._step if step is None else step
         self._show(COMPUTING)
 
     def waiting(self) -> None:
-        """The own part is done; from here on it is for the others."""
+        """Enter a collective, and wait for the peers."""
         self._show(WAITING)
 
     @contextmanager
@@ -69,7 +69,7 @@ class Heartbeat:
             self._show(phase)
 
     def leaving(self) -> None:
-        """All is done but for the others, of whom one may be finishing."""
+        """Wait in the last barrier for the peers, of which one may be writing the model."""
         self._show(LEAVING)
 
     def _show(self, phase: int) -> None:
@@ -78,14 +78,14 @@ class Heartbeat:
 
 
 def write_exit_reason(folder: Path, text: str, exit_code: int) -> None:
-    """Why this rank ends."""
+    """Write why this rank ends, and with which exit code."""
     with (folder / "heartbeat").open("r+b") as file:
         file.seek(FORM.size - 8)
         file.write(exit_code.to_bytes(8, "little") + text.encode()[: SIZE_BYTES - FORM.size])
 
 
 class Snapshot(NamedTuple):
-    """What a launcher sees of a rank."""
+    """A rank's heartbeat at one time."""
 
     pid: int
     rank: int
@@ -97,7 +97,7 @@ class Snapshot(NamedTuple):
 
 
 def read(folder: Path) -> Snapshot | None:
-    """The sign of the rank whose folder this is, once it gives one."""
+    """Return the heartbeat of the rank whose folder this is, or None before its first."""
     try:
         content = (folder / "heartbeat").read_bytes()
     except FileNotFoundError:
@@ -106,5 +106,5 @@ def read(folder: Path) -> Snapshot | None:
         return None
     pid, rank, step, phase, beats, exit_code = FORM.unpack(content[: FORM.size])
     words = content[FORM.size :].rstrip(b"\0").decode(errors="replace")
-    # Before it is seated it has only torchrun's number, which is its folder's name.
+    # Before the rendezvous a rank has only torchrun's local rank, the name of its folder.
     return Snapshot(pid, rank if rank >= 0 else int(folder.name), step, phase, beats, exit_code, words)

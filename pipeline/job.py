@@ -1,4 +1,4 @@
-"""A job: what the launcher has resolved and tells every rank, in one file."""
+"""The job file: the configuration as the launcher has resolved it, for every rank."""
 
 from pathlib import Path
 from typing import Literal
@@ -32,15 +32,15 @@ class Job(BaseModel):
 
     @property
     def writing(self) -> Path:
-        """The lock that the rank which writes journal and checkpoints holds as long as it lives."""
+        """The lock that rank 0, which writes journal and checkpoints, holds as long as it lives."""
         return self.run / "writing.lock"
 
     @property
     def result(self) -> Path:
-        """What evaluate's ranks found."""
+        """The file with the result of evaluate's ranks."""
         return self.run / "evaluation.json"
 
 
 def read(path: Path) -> Job:
-    """A job file's job."""
+    """Read a job file."""
     return Job.model_validate_json(path.read_text())

@@ -1,4 +1,4 @@
-"""The process group: join it, leave it, who am I, and the few things that ranks tell each other."""
+"""The process group: rendezvous, initialization, shutdown, and the collectives that are not the gradients'."""
 
 import os
 from collections.abc import Callable
@@ -20,21 +20,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """One rank's view of the process group."""
+    """One rank of the process group."""
 
     rank: int
     size: int
     device: torch.device
-    # A group on the CPU for flags and bytes: it never waits for a stream of a GPU.
+    # A gloo group for flags and bytes, which never waits for a CUDA stream.
     control: "dist.ProcessGroup"
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
 
     def only_first(self, thing: Callable[[], T], otherwise: T) -> T:
-        """The thing on rank 0, on every other rank something that does nothing."""
+        """Return `thing()` on rank 0 and `otherwise` on every other rank."""
         return thing() if self.rank == 0 else otherwise
 
     def gather_rows(self, rows: Tensor, rows_per_rank: list[int]) -> Tensor:
-        """The rows of all ranks, in the order of ranks, on every rank; the network only moves them."""
+        """All-gather rows of unequal number: all ranks' rows, in rank order, on every rank."""
         most = max(rows_per_rank)
         padded = torch.zeros((most, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
         padded[: len(rows)] = rows
@@ -44,7 +44,7 @@ class Ranks:
         return torch.cat([everyone[rank * most : rank * most + count] for rank, count in enumerate(rows_per_rank)])
 
     def sum_integers(self, values: Tensor) -> Tensor:
-        """Sums over all ranks of whole numbers, which no order can change."""
+        """All-reduce integers, whose sum no order can change."""
         assert not values.is_floating_point()
         total = values.clone()
         self.heartbeat.waiting()
@@ -52,7 +52,7 @@ class Ranks:
         return total
 
     def start_any(self, flag: bool) -> Callable[[], bool]:
-        """Begin to ask whether any rank says yes; the returned function waits for the answer, the same on all ranks."""
+        """Start an asynchronous logical OR over all ranks; the returned function waits for it and returns the answer."""
         answer = torch.tensor([flag], dtype=torch.uint8)
         work = dist.all_reduce(answer, dist.ReduceOp.MAX, group=self.control, async_op=True)
         assert work is not None
@@ -64,7 +64,7 @@ class Ranks:
         return wait
 
     def from_first(self, content: bytes) -> bytes:
-        """Rank 0's bytes, on every rank."""
+        """Broadcast rank 0's bytes; returns them on every rank."""
         size = torch.tensor([len(content)])
         self.heartbeat.waiting()
         dist.broadcast(size, 0, group=self.control)
@@ -80,7 +80,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """A process's place in the group, and the store in which the group meets."""
+    """A process's rank and world size, and the store through which the group is initialized."""
 
     store: Store
     rank: int
@@ -89,10 +89,10 @@ class Rendezvous:
 
 
 def seat(world_size: int, timeout_seconds: float) -> Rendezvous:
-    """Where torchrun has put this process, counted from the leader: the rank that writes the files is the leader's first.
+    """Read torchrun's rank and renumber, so that rank 0 runs on the leader's machine: only that one has the run's files.
 
-    The store is new in every attempt. torchrun would keep one through all restarts (torch 2.14): a rank of the second attempt
-    then reads where a rank of the first one listened, and waits for it until its timeout.
+    The store is new in every attempt. torchrun would share one between restarts (torch 2.14): a rank of the second attempt would
+    then read the address of a rank of the first, and wait for it until its timeout.
     """
     heartbeat = Heartbeat(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -110,7 +110,7 @@ def seat(world_size: int, timeout_seconds: float) -> Rendezvous:
 
 
 def join(device_type: str, backend: str, seat: Rendezvous, timeout_seconds: float) -> Ranks:
-    """Take the seat in the group."""
+    """Initialize the process group."""
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -123,7 +123,7 @@ def join(device_type: str, backend: str, seat: Rendezvous, timeout_seconds: floa
 
 
 def leave(ranks: Ranks) -> None:
-    """Leave the group, all ranks together: until the last one is done, each of them is there to start again with."""
+    """Barrier, then destroy the group: ranks exit together, so that a failure before can still restart the whole group."""
     ranks.heartbeat.leaving()
     dist.barrier(ranks.control)
     dist.destroy_process_group()

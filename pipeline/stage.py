@@ -1,4 +1,4 @@
-"""One start of ranks for a stage: under the run's lock, with journal, mirror and an ending that is written down."""
+"""Run a stage's ranks: journal and mirror open, ranks started, results published, the outcome recorded."""
 
 import shlex
 import time
@@ -22,13 +22,13 @@ from pipeline.tracking import journal as journals
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.mirror_process import MirrorProcess, address
 
-# Without a rank for so long: torchrun waits for an agent that was stopped, or that is lost.
+# The agent has no ranks for so long: it waits in the rendezvous for one that has stopped, or that is lost.
 IDLE_SECONDS, WAITING_SECONDS = 3, 10
 Publish = Callable[[Journal, str | None], str]
 
 
 class RankStage:
-    """What every stage with ranks does around them."""
+    """A stage with ranks: open journal and mirror, start the ranks, publish, record the outcome."""
 
     def __init__(self, stage: Literal["train", "evaluate"], job: Job, paths: Paths, lock: int):
         self._stage: Literal["train", "evaluate"] = stage
@@ -37,7 +37,7 @@ class RankStage:
         self.command = "dvc repro" if dvc_above() else by_hand
 
     def run(self, module: str, header: dict[str, Any], tags: dict[str, Any], progress: Progress, publish: Publish) -> int:
-        """Start the ranks and see them to their end; `publish`, given MLflow's run id, says in a line what came of it."""
+        """Run the ranks to their end and return the exit code; `publish`, given MLflow's run id, returns a line about the result."""
         crew = self._membership(progress.say)
         try:
             return self._run(module, crew, self._opened(header, tags), progress, publish)
@@ -45,7 +45,7 @@ class RankStage:
             crew.end_job(PeerError.exit_code)
 
     def _membership(self, say: Callable[[str], None]) -> Membership:
-        """The machines of the job, ready to begin."""
+        """Return the machines of the job, ready to begin."""
         if self._job.config.dist.nodes == 1:
             return SingleNode(self._job)
         from pipeline.cluster.membership import MultiNode
@@ -53,7 +53,7 @@ class RankStage:
         return MultiNode(self._stage, self._job, say)
 
     def _opened(self, header: dict[str, Any], tags: dict[str, Any]) -> Journal:
-        """The journal, with the lines that begin a run and this start of it."""
+        """Open the journal, and write the lines that begin a run and this start of it."""
         journal = Journal(self._job.journal)
         if not journals.last(self._job.journal, "run"):
             journal.event("run", **({"id": uuid.uuid4().hex} | header))
@@ -101,14 +101,14 @@ class RankStage:
 
 
 class _Observer:
-    """Shows people how the ranks get on."""
+    """Shows the user how the ranks fare, and decides on restarts."""
 
     def __init__(self, job: Job, crew: Membership, progress: Progress):
         self._job, self._crew, self._progress = job, crew, progress
         self._waiting, self._lost, self._patience = False, False, RestartPolicy()
 
     def failed(self, failure: Failure) -> str | None:
-        """Say of every failure what happened and what becomes of it."""
+        """Print what failed and what is done about it; returns why the ranks are not to be started again, or None."""
         self._lost = True
         if failure.exit_code in FINAL_EXITS:
             return None
@@ -119,20 +119,20 @@ class _Observer:
         return spent
 
     def say(self, text: str) -> None:
-        """Pass it on."""
+        """Print a line for the user."""
         self._progress.say(text)
 
     def heard(self) -> list[Failure]:
-        """Show progress; what the other machines tell."""
+        """Show progress; returns the failures that other machines have reported."""
         self._progress.tick()
         return self._crew.heard()
 
     def asked_to_stop(self) -> bool:
-        """Whether a worker was told to."""
+        """Return True if a worker was told to stop."""
         return self._crew.leaving
 
     def over(self, idle_seconds: float) -> bool:
-        """Whether the ranks have said their last word, and torchrun waits for one that was stopped elsewhere."""
+        """Return True if rank 0 has journalled the end and the agent only waits for other agents."""
         if idle_seconds < IDLE_SECONDS:
             self._waiting = False
             return False

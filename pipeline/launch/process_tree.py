@@ -1,4 +1,4 @@
-"""Our processes: those above us, those below us, and signals between them."""
+"""The processes above and below this one."""
 
 import contextlib
 import ctypes
@@ -15,13 +15,13 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def adopt_orphans() -> None:
-    """What outlives our children becomes our child, so that we can wait for it."""
+    """Become a child subreaper: orphaned grandchildren are re-parented to this process, which can then wait for them."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def dies_with_parent() -> Callable[[], None] | None:
-    """For `preexec_fn`: the child gets SIGTERM when we end, however we end."""
+    """Return a `preexec_fn` with which the child gets SIGTERM when this process ends, however it ends."""
     if sys.platform != "linux":
         return None
     prctl = ctypes.CDLL(None).prctl
@@ -29,11 +29,12 @@ def dies_with_parent() -> Callable[[], None] | None:
 
 
 def dvc_above() -> psutil.Process | None:
-    """The DVC that started this process, if one did."""
+    """Return the DVC process that started this one, or None."""
     return next((one for one in psutil.Process().parents() if is_dvc(one)), None)
 
 
 def is_dvc(process: psutil.Process) -> bool:
+    """Return True if a process runs and is DVC."""
     try:
         return process.is_running() and "dvc" in (Path(word).name for word in process.cmdline()[:3])
     except psutil.Error:
@@ -42,7 +43,7 @@ def is_dvc(process: psutil.Process) -> bool:
 
 
 def below(child: int) -> list[psutil.Process]:
-    """Our living descendants that a child of ours started, and the child: those of its session, and of sessions that they opened."""
+    """Return a child and its living descendants: all of ours outside of our own session. Reaps zombies."""
     found: list[psutil.Process] = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, ChildProcessError):
@@ -56,14 +57,14 @@ def below(child: int) -> list[psutil.Process]:
 
 
 def kill(child: int) -> None:
-    """End a child and all that it started, at once."""
+    """Send SIGKILL to a child and to all its descendants."""
     for process in below(child):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
 def wait_for_orphans(child: int, seconds: float, given_up: Callable[[], bool]) -> None:
-    """The child is gone; what it started may still be saving."""
+    """Wait for the descendants of a child that has ended, which may still be saving."""
     until = time.monotonic() + seconds
     while time.monotonic() < until and not given_up() and below(child):
         time.sleep(0.1)

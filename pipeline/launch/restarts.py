@@ -4,18 +4,18 @@ from pipeline.launch.failures import Failure
 
 
 class RestartPolicy:
-    """How often a job is started again: as long as it gets on."""
+    """Restarts while the failing step advances; stops after LIMIT restarts without progress or two deterministic failures in one step."""
 
     LIMIT = 3
 
     def __init__(self) -> None:
         self._furthest = -1
         self._failed_at: set[int] = set()
-        # By machine: with another's failure mostly comes one of ours.
+        # Restarts without progress by machine: with another's failure mostly comes one of ours.
         self._in_vain: dict[str | None, int] = {}
 
     def reason_to_stop(self, failure: Failure) -> str | None:
-        """Why there is no use in another start, or None."""
+        """Return why the ranks are not to be started again, or None."""
         if failure.step > self._furthest:
             self._furthest = failure.step
             self._failed_at.clear()

@@ -24,7 +24,7 @@ SLOW_SHARE, SLOW_SECONDS = 0.6, 30
 
 
 class Watchdog:
-    """Called all the time; all its durations are monotonic."""
+    """Polled by the supervisor; compares heartbeats on the monotonic clock."""
 
     def __init__(self, logs: Path, ranks: int, others: bool, limit_seconds: float, say: Callable[[str], None]):
         self._logs, self._ranks, self._others, self._limit, self._say = logs, ranks, others, limit_seconds, say
@@ -41,14 +41,14 @@ class Watchdog:
         self._folder = folder
 
     def look(self) -> Failure | None:
-        """The rank that has stood still for longer than it may, if one has; its stacks are then written down."""
+        """Return a failure if no rank has advanced for the timeout, with the rank that holds the others up; all stacks are then written."""
         now = time.monotonic()
         since = now - self._looked_at
         if since < LOOK_SECONDS:
             return None
         self._looked_at = now
         if since > 5 * LOOK_SECONDS:
-            # This process was stopped too, as by `docker pause`: what it slept through does not count.
+            # This process was suspended too, as by `docker pause`: that time does not count.
             self._changed_at, self._whole_at, self._window_at = self._changed_at + since, self._whole_at + since, self._window_at + since
         self._look_at_memory(now)
         folder, attempt = self._folder, int(self._folder.name.partition("_")[2]) if self._folder else 0
@@ -59,7 +59,7 @@ class Watchdog:
         self._whole_at = now if len(alive) == len(signs) else self._whole_at
         self._alive = alive
         self._look_for_slow(alive, since, now)
-        # Who has yet to import torch, or has but the model to write, is not late so soon.
+        # Importing torch and writing the model may take longer than a step.
         stepping = len(alive) == self._ranks and all(sign.phase not in (FINISHING, LEAVING) for sign in alive.values())
         limit = self._limit if stepping else max(self._limit, START_SECONDS)
         idle = now - self._changed_at
@@ -73,13 +73,13 @@ class Watchdog:
         return self._hung(alive, attempt, limit)
 
     def kill_ranks(self) -> None:
-        """End the ranks, and leave it to torchrun to start them again."""
+        """Kill the ranks; the agent starts them again."""
         for sign in self._alive.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(sign.pid, signal.SIGKILL)
 
     def oom_killed(self) -> bool:
-        """Whether the kernel ended a process for want of memory when a rank was lost."""
+        """Return True if the kernel killed a process for lack of memory when a rank was lost."""
         self._look_at_memory(time.monotonic())
         return abs(self._starved_at - self._whole_at) < NEAR_SECONDS
 
@@ -89,7 +89,7 @@ class Watchdog:
             self._starved_at = now
 
     def _lives(self, pid: int) -> bool:
-        """Whether this is still the rank that gave the sign: a number may have been given to another process."""
+        """Return True if this process is still the rank: its pid may have been reused."""
         try:
             process = psutil.Process(pid)
             return process.status() != psutil.STATUS_ZOMBIE and any(str(self._logs) in word for word in process.cmdline())
@@ -97,7 +97,7 @@ class Watchdog:
             return False
 
     def _late(self, alive: dict[int, Snapshot]) -> tuple[int | None, str, bool]:
-        """Whom all wait for, in what state it is, and whether it waits itself, as for another machine's."""
+        """Return rank (or None), a description, and True if it only waits for another machine: the rank that holds the others up."""
         for sign in alive.values():
             if _status(sign.pid) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
                 return sign.rank, f"rank {sign.rank} is stopped (SIGSTOP) in step {sign.step}", False
@@ -117,7 +117,7 @@ class Watchdog:
         for sign in alive.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(sign.pid, signal.SIGUSR1)
-                # A stopped one writes when it goes on, and is ended right after.
+                # A stopped process handles SIGUSR1 once it is continued; it is killed right after.
                 os.kill(sign.pid, signal.SIGCONT)
         time.sleep(DUMP_SECONDS)
         for local, sign in alive.items():
@@ -130,7 +130,7 @@ class Watchdog:
         return Failure(who, HUNG, cause, attempt, step, waiting=waits)
 
     def _look_for_slow(self, alive: dict[int, Snapshot], since: float, now: float) -> None:
-        """Warn once of a rank that the others wait for most of the time."""
+        """Warn once of a rank for which the others wait most of the time."""
         working = [sign for sign in alive.values() if sign.phase == COMPUTING]
         if len(working) == 1 < len(alive):
             self._behind[working[0].rank] = self._behind.get(working[0].rank, 0.0) + since

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def weights_sha256(tensors: dict[str, Tensor]) -> str:
-    """The digest of a model: name, type, shape and bytes of all its tensors, in the order of names."""
+    """Return the SHA-256 of a model: name, dtype, shape and bytes of all tensors, sorted by name."""
     total = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         whole = tensor.detach().cpu().contiguous()
@@ -35,20 +35,20 @@ def weights_sha256(tensors: dict[str, Tensor]) -> str:
 
 
 def packed(tensors: dict[str, Tensor], **facts: str) -> bytes:
-    """Tensors and what is to be known of them as safetensors, with a digest over all of it."""
+    """Return tensors and facts as safetensors, with a digest over both."""
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     # Under one key: safetensors writes several in no fixed order.
     return to_bytes(plain, {"lockstep": json.dumps(facts | {"digest": _proof(plain, facts)})})
 
 
 def facts_of(content: bytes) -> dict[str, str]:
-    """What is known of a file's tensors."""
+    """Return the facts in a file's header."""
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     return dict(json.loads(header["__metadata__"]["lockstep"]))
 
 
 def proven(content: bytes) -> dict[str, str] | None:
-    """The same, if the file is whole."""
+    """Return the facts if the file is intact, else None."""
     try:
         facts = facts_of(content)
         digest = facts.pop("digest")
@@ -72,7 +72,7 @@ class Checkpoints:
         self.validation_due = False
 
     def restore(self, model: nn.Module, optimizer: Optimizer) -> int:
-        """Load the newest good checkpoint and return its step; 0 where there is none yet."""
+        """Load the newest intact checkpoint and return its step; 0 if there is none yet."""
         content = self._ranks.from_first(self._ranks.only_first(self._newest, b""))
         if not content:
             return 0
@@ -90,7 +90,7 @@ class Checkpoints:
         return step
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, validation_due: bool = False) -> bool:
-        """Write a checkpoint of this step, unless there is one, and drop the oldest; whether the journal has yet to tell of one."""
+        """Save unless this step is saved, prune to `keep`; returns True if the journal must still record the first checkpoint."""
         if step == self._saved:
             return False
         before, self._saved = self._saved, step
@@ -101,7 +101,7 @@ class Checkpoints:
         return not told
 
     def save_best(self, model: nn.Module, step: int, accuracy: float) -> None:
-        """Keep the model with the highest accuracy on validation; of equals, the first."""
+        """Save the model if its validation accuracy is the highest; of equals, the first is kept."""
         self._ranks.only_first(lambda: self._write_best(model, step, accuracy), None)
 
     def _write(self, step: int, before: int, model: nn.Module, optimizer: Optimizer, due: dict[str, str]) -> None:

@@ -14,7 +14,7 @@ from pipeline.training.train_rank import build_model, joined, run_as_rank
 
 
 def main(job: Job) -> None:
-    """Go through the test images once and leave what was found."""
+    """Evaluate the model on the test images and write the result."""
     manifest = store.read_manifest(job.prepared)
     with joined(job) as group:
         model = build_model(job, manifest, group.device)
@@ -28,13 +28,13 @@ def main(job: Job) -> None:
 
 
 def weights(job: Job) -> bytes:
-    """The file of the model to evaluate."""
+    """Read the file of the model to evaluate."""
     assert job.weights is not None
     return job.weights.read_bytes()
 
 
 def write(job: Job, result: Result) -> None:
-    """The result for the stage to report."""
+    """Write the result, which the stage reports."""
     values = {
         "accuracy": result.accuracy,
         "top5_accuracy": result.top5_correct / result.total,

@@ -1,4 +1,4 @@
-"""Exact evaluation: every sample once, in pieces that do not depend on the ranks, summed in a fixed order."""
+"""Evaluation: every sample once, in chunks that do not depend on the ranks, summed in a fixed order."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Result:
 
 
 class Evaluation:
-    """A split, its pieces dealt to the ranks, ready to be gone through with a model."""
+    """One split, its chunks assigned to ranks."""
 
     def __init__(self, split: Split, pixels: Pixels, num_classes: int, ranks: Ranks):
         self._pixels, self._ranks, self._num_classes = pixels, ranks, num_classes

@@ -1,4 +1,4 @@
-"""What a finished training leaves: the best model as plain weights, and as a program that needs none of this code."""
+"""The published model: the best weights as safetensors, and a torch.export program that needs none of this code."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""Divergence: from the first gradient on that is no number, no update touches the weights, on all ranks alike."""
+"""Divergence: from the first non-finite gradient on no update touches the weights, on any rank."""
 
 import json
 import math
@@ -17,16 +17,16 @@ CURE = "lower train.learning_rate or raise train.warmup_epochs"
 
 
 class Diverged(RuntimeError):
-    """Training has left the numbers: exit 5."""
+    """A gradient, a weight or a figure is non-finite: exit 5."""
 
     exit_code = 5
 
 
 class NonFiniteGuard:
-    """Looks at every gradient after the reduction, when it is the same on all ranks: what one rank decides, all decide.
+    """Checks every gradient after the reduction, when it is equal on all ranks, so that all ranks decide alike.
 
-    Nobody waits for the answer. It stays on the device, where the fused optimizers skip their update by it, and it is read
-    when something is logged, validated or saved.
+    Nothing waits for the answer. It stays on the device, where fused optimizers skip their update if it is set, and is read when
+    something is logged, validated or saved.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, explain: Callable[[int], str]):
@@ -36,30 +36,30 @@ class NonFiniteGuard:
         self._bad = torch.zeros((), device=device)
         self._good_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._first = 0
-        # The name under which fused optimizers look for it.
+        # Fused optimizers read this attribute; GradScaler sets it in the same way.
         optimizer.found_inf = self._bad  # pyright: ignore[reportAttributeAccessIssue]
 
     def start(self, step: int) -> None:
-        """Count from here."""
+        """Count steps from this one."""
         self._first = step
         self._good_steps.zero_()
 
     def look(self) -> None:
-        """After the gradients, before the update."""
+        """Record whether a gradient is non-finite; call it between backward and the update."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         largest = torch.stack(torch._foreach_norm(gradients, math.inf))  # pyright: ignore
         self._bad.copy_(torch.maximum(self._bad, (~largest.isfinite()).any().float()))
         self._good_steps += self._bad == 0
 
     def check(self) -> None:
-        """Diverged, on all ranks at once, where a gradient was no number."""
+        """Raise Diverged, on every rank, if a gradient was non-finite."""
         if self._bad.item():
             step = self._first + int(self._good_steps.item())
             found = f"the gradient of step {step} is not finite, and no weight was updated since"
             raise Diverged(f"training diverged: {found}; {self._explain(step)}; {CURE}")
 
     def sound(self, step: int) -> nn.Module:
-        """The model; Diverged, on all ranks alike, where something is no number that is about to be kept."""
+        """Return the model, or raise Diverged, on every rank, if a weight or an optimizer state is non-finite."""
         self.check()
         kept = dict(self._model.state_dict().items())
         for index, state in self._optimizer.state_dict()["state"].items():
@@ -71,7 +71,7 @@ class NonFiniteGuard:
 
 
 def finite(figures: dict[str, float], step: int) -> dict[str, float]:
-    """The same figures; Diverged, on all ranks alike, where one is no number."""
+    """Return the figures, or raise Diverged, on every rank, if one is non-finite."""
     for name, value in figures.items():
         if not math.isfinite(value):
             raise Diverged(f"training diverged: {name} is {value} at step {step}; {CURE}")
@@ -79,7 +79,7 @@ def finite(figures: dict[str, float], step: int) -> dict[str, float]:
 
 
 def write_down(path: Path, task: Task, lanes: Lanes, group: Ranks, samples: Callable[[int, int], Tensor], step: int) -> str:
-    """The samples of a step, and in which lanes the loss was no number; every rank must call it, rank 0 writes."""
+    """Write the samples of a step and the loss of each lane; every rank must call it, rank 0 writes. Returns a line about it."""
     with torch.no_grad():
         rows = torch.stack([task.forward(task.model, step, lane)[1][:1] for lane in lanes.own])
     losses = group.gather_rows(rows, lanes.per_rank).flatten().tolist()
@@ -87,4 +87,4 @@ def write_down(path: Path, task: Task, lanes: Lanes, group: Ranks, samples: Call
     found = [{"lane": lane, "loss": repr(loss), "samples": samples(step, lane).tolist()} for lane, loss in enumerate(losses)]
     values = {"step": step, "lanes_without_a_loss": bad, "lanes": found}
     group.only_first(lambda: atomic_write(path, (json.dumps(values) + "\n").encode()), None)
-    return f"the loss of lanes {bad} is no number, their samples: {path}" if bad else f"its samples: {path}"
+    return f"the loss of lanes {bad} is non-finite, their samples: {path}" if bad else f"its samples: {path}"

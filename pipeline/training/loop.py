@@ -17,14 +17,14 @@ from pipeline.training.schedule import Schedule
 
 
 class Stopping(Protocol):
-    """Whether all ranks stop before this step."""
+    """Decides, on all ranks alike, whether to stop."""
 
     def agreed(self) -> bool: ...
 
 
 @dataclass(frozen=True)
 class Steps:
-    """When things happen; all of it is a function of the experiment, never of the clock."""
+    """At which steps to log, validate and save: a function of the experiment, never of the clock."""
 
     total: int
     per_epoch: int

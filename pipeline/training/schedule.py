@@ -11,7 +11,7 @@ from pipeline.config import Train
 
 
 def optimizer(train: Train, parameters: list[Parameter]) -> Optimizer:
-    """The optimizer of params.yaml, fused."""
+    """Return the optimizer of params.yaml, fused."""
     if train.optimizer == "adamw":
         return AdamW(parameters, lr=train.learning_rate, weight_decay=train.weight_decay, fused=True)
     assert train.momentum is not None
@@ -43,5 +43,5 @@ class Schedule:
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
-    """The type that matrix products are computed in, or None for fp32."""
+    """Return the autocast dtype, or None for fp32."""
     return torch.bfloat16 if precision == "bf16" else None

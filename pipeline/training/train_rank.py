@@ -41,7 +41,7 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.E
 
 
 def main(job: Job) -> None:
-    """Train, and leave behind what the launcher publishes."""
+    """Train, and write what the launcher publishes."""
     with joined(job) as group, group.only_first(lambda: locked(job.writing), contextlib.nullcontext()):
         journal = group.only_first(lambda: Journal(job.journal), Silent())
         logging.getLogger("pipeline").addHandler(Notes(journal))
@@ -56,26 +56,26 @@ def main(job: Job) -> None:
 
 
 class Notes(logging.Handler):
-    """Warnings on their way to people, who watch the journal and not a rank's log."""
+    """Copies warnings to the journal, which the launcher shows; a rank's own log is read by nobody."""
 
     def __init__(self, journal: Writer):
         super().__init__(logging.WARNING)
         self._journal = journal
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One line in the journal; an error is a rank's last word, and the launcher says it."""
+        """Journal a warning; an error is this rank's exit reason, which the launcher prints."""
         if record.levelno < logging.ERROR:
             self._journal.event("note", text=record.getMessage())
 
 
 @contextmanager
 def joined(job: Job) -> Generator[Ranks]:
-    """This process as a rank: bits fixed, group joined, and left again."""
+    """Make numerics deterministic and enter the process group; leave it at the end."""
     fix_bits(job)
     timeout_seconds = collective_seconds(job.config.dist.timeout_seconds)
     group = ranks.join(job.device, job.backend, ranks.seat(job.config.dist.world_size, timeout_seconds), timeout_seconds)
     yield group
-    # Not after an error: a peer may wait for this rank in a collective, and leaving would wait for the peer.
+    # Not after an error: the barrier would wait for a peer that waits for this rank in a collective.
     ranks.leave(group)
 
 
@@ -90,7 +90,7 @@ def fix_bits(job: Job) -> None:
 
 
 def build_model(job: Job, manifest: store.Manifest, device: torch.device) -> nn.Module:
-    """The model of the experiment, with its first weights."""
+    """Return the experiment's model with its initial weights."""
     channels, side, _ = manifest.shape
     torch.manual_seed(draw_seed(job.config.seed, "weights"))
     model = models.build(job.config.model.name, channels, side, manifest.num_classes)
@@ -138,7 +138,7 @@ def train(job: Job, group: Ranks, journal: Writer) -> tuple[nn.Module, int, bool
 
 
 def batches(job: Job, pixels: Pixels, order: Order, own: range) -> Batches:
-    """The training batches of one rank."""
+    """Return the training batches of one rank."""
     split = store.open_split(job.prepared, "train")
     free_bytes = torch.cuda.mem_get_info(pixels.device)[0] if pixels.device.type == "cuda" else 0
     transform = augment.build(job.config.data.augment, job.config.seed, len(split.labels))
@@ -146,14 +146,14 @@ def batches(job: Job, pixels: Pixels, order: Order, own: range) -> Batches:
 
 
 def plan(job: Job, order: Order) -> loop.Steps:
-    """When things happen."""
+    """Return at which steps to log, validate and save."""
     per_epoch, config = order.steps_per_epoch, job.config
     per_log = min(50, max(1, per_epoch // 20))
     return loop.Steps(per_epoch * config.train.epochs, per_epoch, per_log, config.checkpoint.every_steps, config.dist.global_batch)
 
 
 def run_as_rank(main: Callable[[Job], None]) -> None:
-    """The frame of every rank's process: it ends with its parent, logs to its own file, and names its errors by exit code."""
+    """Run `main` as a rank: end with the parent process, log to a file of its own, turn errors into exit codes."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -165,7 +165,7 @@ def run_as_rank(main: Callable[[Job], None]) -> None:
 
 
 def named(main: Callable[[Job], None], job: Job) -> None:
-    """Run it; an error of a known kind becomes its exit code, with last words for the launcher."""
+    """Run `main`; an error of a known kind becomes its exit code, with the reason for the launcher."""
     try:
         main(job)
     except (ConfigError, DataError, MachineError, Diverged) as error:
@@ -177,7 +177,7 @@ def named(main: Callable[[Job], None], job: Job) -> None:
 
 
 def end(words: str, exit_code: int) -> None:
-    """Leave at once: the group is of no use any more."""
+    """Write the exit reason and end this process at once, without leaving the group."""
     logging.getLogger(__name__).error("%s", words)
     with contextlib.suppress(OSError):
         heartbeat.write_exit_reason(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent, words, exit_code)

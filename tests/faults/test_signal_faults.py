@@ -17,6 +17,8 @@ from tests.kit.waiting import until
 
 pytestmark = pytest.mark.slow
 Note = Callable[[str, object], None]
+# So seldom that only a stop saves.
+SELDOM = LONGER | {"checkpoint__every_steps": 1000}
 
 
 def job_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
@@ -33,7 +35,7 @@ def signal_all(processes: list[psutil.Process], number: int) -> None:
 @pytest.mark.parametrize("order", ["launcher first", "ranks first"])
 @pytest.mark.fault(29, "SIGTERM to every process of a job, three times within 3 s, the launcher first or last")
 def test_a_signal_to_every_process_is_one_request(baseline: Experiment, experiment: Experiment, order: str, record_property: Note) -> None:
-    experiment.set(**LONGER, checkpoint__every_steps=1000).run("prepare")
+    experiment.set(**SELDOM).run("prepare")
     process = experiment.start("train")
     wait_for_step(experiment, 30, process)
     everyone = job_of(process)
@@ -53,7 +55,7 @@ def test_a_signal_to_every_process_is_one_request(baseline: Experiment, experime
 
 @pytest.mark.fault(29, "SIGTERM to `lead` and to all below it at once")
 def test_a_signal_to_lead_and_all_below_it_is_one_request(experiment: Experiment) -> None:
-    experiment.set(**LONGER, checkpoint__every_steps=1000).run("prepare")
+    experiment.set(**SELDOM).run("prepare")
     words = [sys.executable, "-m", "pipeline", "train", "--params", str(experiment.params)]
     process = experiment.start("lead", "--port", "29411", *words)
     wait_for_step(experiment, 30, process)
@@ -70,7 +72,7 @@ def test_a_signal_to_lead_and_all_below_it_is_one_request(experiment: Experiment
 def test_a_stop_in_a_long_validation_is_saved_and_the_validation_made_up_for(
     baseline: Experiment, experiment: Experiment, record_property: Note
 ) -> None:
-    experiment.set(**LONGER, dist__grace_seconds=3, checkpoint__every_steps=1000).run("prepare")
+    experiment.set(**SELDOM, dist__grace_seconds=3).run("prepare")
     words = [sys.executable, "-m", "tests.kit.faulty", "train", "--params", str(experiment.params)]
     environment = clean_environment() | {"FAULT": "validation:1.5:0"}
     process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -124,7 +126,7 @@ def test_a_plain_torchrun_takes_the_same_ranks_to_the_same_end(baseline: Experim
 
 
 def test_a_killed_agent_leaves_ranks_that_save(baseline: Experiment, experiment: Experiment) -> None:
-    experiment.set(**LONGER, checkpoint__every_steps=1000).run("prepare")
+    experiment.set(**SELDOM).run("prepare")
     process = experiment.start("train")
     wait_for_step(experiment, 30, process)
     agent = psutil.Process(ranks_of(process)[0].pid).parent()
