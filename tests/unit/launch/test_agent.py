@@ -36,8 +36,13 @@ class Agent:
         reader, writer = os.pipe()
         words = [sys.executable, "-m", "pipeline.launch.agent", f"--nproc-per-node={ranks}", f"--log-dir={folder / 'logs'}"]
         words += ["--redirects=3", "--local-addr=127.0.0.1", *options, str(script), str(folder), doing]
-        variables = os.environ | {"LOCKSTEP_EVENTS": str(writer), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
-        self.process = subprocess.Popen(words, pass_fds=(writer,), cwd=ROOT, env=variables, stderr=(folder / "log").open("a"))
+        variables = (
+            os.environ
+            | {"LOCKSTEP_EVENTS": str(writer), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+            | environment
+        )
+        with (folder / "log").open("a") as log:
+            self.process = subprocess.Popen(words, pass_fds=(writer,), cwd=ROOT, env=variables, stderr=log)
         os.close(writer)
         self._pipe = os.fdopen(reader)
 
