@@ -11,14 +11,15 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.cluster.store import ClusterStore
-from pipeline.config import Config, MachineError, PeerError
+from pipeline.config import Config, MachineError, PeerError, digest
 from pipeline.data import store
 from pipeline.hardware import machine
 from pipeline.hardware.network import interface, own_address, split
 from pipeline.job import Job
 from pipeline.launch.failures import Failure
 from pipeline.launch.node import STORE, Node
-from pipeline.runs.identity import source_digest, versions
+from pipeline.runs.identity import versions
+from pipeline.runs.source import EVALUATE, TRAIN, source_digests
 
 # How long a leader waits for the workers of a job.
 COME_SECONDS = 600
@@ -59,7 +60,9 @@ def bitwise_requirements(job: Job) -> dict[str, str]:
     """What must be equal on all machines of a job, or their bits differ."""
     here = machine.detect()
     kind = here.gpus[0] if job.device == "cuda" and here.gpus else here.cpu
-    return versions() | {"code": source_digest(), "device": kind, "data": store.read_manifest(job.prepared).digest}
+    computes = versions(job.config, job.device, job.backend)
+    code = digest(source_digests(job.config, TRAIN, EVALUATE))
+    return computes | {"code": code, "device": kind, "data": store.read_manifest(job.prepared).digest}
 
 
 class MultiNode:

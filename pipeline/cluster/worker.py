@@ -17,7 +17,7 @@ from pipeline.data import store
 from pipeline.files import Paths
 from pipeline.hardware import machine
 from pipeline.hardware.network import interface, own_address, reach
-from pipeline.hardware.placement import place
+from pipeline.hardware.placement import resolve
 from pipeline.job import Job
 from pipeline.launch import supervisor
 from pipeline.launch.failures import Failure
@@ -110,7 +110,7 @@ class Worker:
             run=self._paths.runs / call.run,
         )
         try:
-            placed = place(call.config, machine.detect())
+            placed = resolve(call.config, machine.detect())
             self._prepare(call)
             own = bitwise_requirements(job) | {"device and backend": f"{placed.device}, {placed.backend}"}
         except (ConfigError, DataError, MachineError, OSError) as error:
