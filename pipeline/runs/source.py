@@ -69,6 +69,9 @@ class _Module:
             self._note(*(alias.name for alias in node.names))
         elif isinstance(node, ast.ImportFrom):
             self._note(f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names))
+        elif isinstance(node, ast.JoinedStr):
+            # Python 3.12.1 puts empty pieces into some f-strings.
+            node.values = [piece for piece in node.values if not (isinstance(piece, ast.Constant) and piece.value == "")]
         self.words.append(type(node).__name__)
         for field in node._fields:
             value = getattr(node, field, None)

@@ -1,7 +1,6 @@
 """Checks of GPUs, cores and memory."""
 
 import os
-from pathlib import Path
 
 import pytest
 import yaml

@@ -13,6 +13,30 @@ from pipeline.runs import source
 from pipeline.runs.source import RECORDS, source_digests
 from tests.kit.experiment import ROOT
 
+SYNTAX = """
+from __future__ import annotations
+import dataclasses as d
+
+@d.dataclass(frozen=True)
+class Point(tuple[int, int]):
+    x: int = 1
+    def __add__(self, other: Point, /, *rest: int, key: str | None = None, **more: bytes) -> Point: ...
+
+async def f(a, b=2):
+    async with a as c, b:
+        return [await g async for g in c if g]
+
+def text(value: float, width: int = 3) -> str:
+    match value:
+        case {"a": [1, *_], **rest} | Point(x=0) as p if rest:
+            return f"{value!r:>{width}} {value=} {{}}" + str(rb"\\x") + "\\N{BULLET}" + u"old"
+    try:
+        return (lambda *a, k=1, **b: a)(*[1], **{}) and "a" f"b{value:.3f}" "c"
+    except* (ValueError, KeyError) as error:
+        raise RuntimeError from error
+    finally:
+        del value
+"""
 LENET = Config.model_validate({"model": {"name": "lenet"}})
 
 
@@ -101,6 +125,12 @@ def test_source_that_is_not_python_is_named(package: Path) -> None:
     (package / "training" / "loop.py").write_text("\nthis is no Python\n")
     with pytest.raises(ConfigError, match=r"training/loop\.py:2: not Python: invalid syntax"):
         source_digests(LENET)
+
+
+def test_every_python_gives_the_same_digest(package: Path) -> None:
+    """The syntax trees of 3.11, 3.12 and 3.13 differ; f-strings, decorators, classes and generics are where."""
+    (package / "models" / "lenet.py").write_text(SYNTAX)
+    assert source_digests(LENET)["models.lenet"] == "21b8cdf47433ffd1"
 
 
 def test_what_only_records_does_not_import_what_computes() -> None:
