@@ -19,7 +19,7 @@ ZOO = "pipeline.models.zoo"
 
 
 def check(name: str) -> None:
-    """ConfigError unless model.name can be built; torch is not imported to find out."""
+    """Raise ConfigError unless model.name can be built; imports no torch."""
     if name.startswith(TORCHVISION):
         known = [TORCHVISION + one for one in NAMES]
         if name not in known:
@@ -34,7 +34,7 @@ def module_of(name: str) -> str:
 
 
 def build(name: str, channels: int, side: int, num_classes: int) -> "nn.Module":
-    """The named model with weights drawn from torch's global generator; it maps images [N, C, H, W] to logits [N, classes]."""
+    """Build the named model, from images [N, C, H, W] to logits [N, classes]; its weights come from torch's global generator."""
     module = importlib.import_module(module_of(name))
     if name.startswith(TORCHVISION):
         model: nn.Module = module.build(name.removeprefix(TORCHVISION), channels, side, num_classes)
