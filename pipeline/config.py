@@ -152,7 +152,7 @@ class Config(Section):
     tracking: Tracking = Tracking()
 
     def identity(self, device_kind: str, precision: str, backend: str) -> dict[str, Any]:
-        """Everything here that can change the bits; where and on how many ranks it runs is not part of it under `ordered`."""
+        """All settings that can change the bits; under `ordered`, where and on how many ranks it runs is not among them."""
         dist = {
             "global_batch": self.dist.global_batch,
             "lanes": self.dist.lanes,

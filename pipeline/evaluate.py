@@ -10,7 +10,7 @@ from pipeline.console import Progress
 from pipeline.data import store
 from pipeline.files import Paths, atomic_write
 from pipeline.hardware import machine
-from pipeline.hardware.placement import place
+from pipeline.hardware.placement import resolve
 from pipeline.job import Job
 from pipeline.launch.node import resolve_num_nodes
 from pipeline.report import plots
@@ -30,7 +30,7 @@ def run(config: Config, paths: Paths) -> int:
     # The model as it was trained, on the ranks that are asked for now.
     threads = {"threads_per_rank": trained.dist.threads_per_rank}
     config = resolve_num_nodes(trained.model_copy(update={"dist": config.dist.model_copy(update=threads)}))
-    placement = place(config, machine.detect())
+    placement = resolve(config, machine.detect())
     store.verify(paths.prepared, manifest, ("test",))
     run = paths.runs / proof["fingerprint"]
     job = Job(

@@ -39,12 +39,7 @@ class RankStage:
         self.command = "dvc repro" if dvc_above() else by_hand
 
     def run(self, module: str, header: dict[str, Any], tags: dict[str, Any], progress: Progress, publish: Publish) -> int:
-<<<<<<< HEAD
         """Run the ranks to their end and return the exit code; `publish`, given MLflow's run id, returns a line about the result."""
-        crew = self._membership(progress.say)
-=======
-        """Start the ranks and see them to their end; `publish`, given MLflow's run id, says in a line what came of it."""
->>>>>>> cluster
         try:
             members = self._membership(progress.say)
         except StopRequested as request:
@@ -55,13 +50,8 @@ class RankStage:
             members.end_job(PeerError.exit_code)
 
     def _membership(self, say: Callable[[str], None]) -> Membership:
-<<<<<<< HEAD
         """Return the machines of the job, ready to begin."""
-        if self._job.config.dist.nodes == 1:
-=======
-        """The machines of the job, ready to begin."""
         if STORE not in os.environ:
->>>>>>> cluster
             return SingleNode(self._job)
         from pipeline.cluster.leader import lead_job
 
@@ -151,13 +141,8 @@ class _Observer:
         return self._members.failures_since_last_call()
 
     def asked_to_stop(self) -> bool:
-<<<<<<< HEAD
         """Return True if a worker was told to stop."""
-        return self._crew.leaving
-=======
-        """Whether a worker was told to."""
         return self._members.leaving
->>>>>>> cluster
 
     def over(self, idle_seconds: float) -> bool:
         """Return True if rank 0 has journalled the end and the agent only waits for other agents."""

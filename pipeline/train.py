@@ -15,12 +15,12 @@ from pipeline.console import Progress
 from pipeline.data import store
 from pipeline.files import Paths, atomic_folder, atomic_write
 from pipeline.hardware import machine
-from pipeline.hardware.placement import Placement, place
+from pipeline.hardware.placement import Placement, resolve
 from pipeline.job import Job
 from pipeline.launch.node import resolve_num_nodes
 from pipeline.report import plots
 from pipeline.runs import checkpoints
-from pipeline.runs.identity import fingerprint, versions, whole_identity, write_identity
+from pipeline.runs.identity import fingerprint, run_identity, versions, write_identity
 from pipeline.runs.lock import run_lock
 from pipeline.runs.resume import import_run
 from pipeline.stage import RankStage, run_header
@@ -37,14 +37,14 @@ log = logging.getLogger(__name__)
 def run(config: Config, paths: Paths, resume: Path | None = None) -> int:
     """Train, or recognise that it is done; returns the exit code."""
     config = resolve_num_nodes(config)
-    placement = place(config, machine.detect())
+    placement = resolve(config, machine.detect())
     manifest = store.read_manifest(paths.prepared)
     store.check_made_for(paths.prepared, manifest, config)
     steps_per_epoch = manifest.counts["train"] // config.dist.global_batch
     if steps_per_epoch == 0:
         counted = f"{manifest.counts['train']} training images do not fill a global batch of {config.dist.global_batch}"
         raise ConfigError(f"dist.batch_size_per_gpu: {counted}; lower it")
-    identity = whole_identity(config, placement, manifest.digest)
+    identity = run_identity(config, placement, manifest.digest)
     name = fingerprint(identity)
     job = Job(
         config=config,
@@ -123,7 +123,7 @@ def facts(config: Config, placement: Placement, manifest: store.Manifest, name: 
         "parameters": config.model_dump(),
         "data_digest": manifest.digest,
         "image": receipt.image(),
-        "versions": versions() | {"mlflow": _version("mlflow"), "dvc": _version("dvc")},
+        "versions": versions(config, placement.device, placement.backend) | {"mlflow": _version("mlflow"), "dvc": _version("dvc")},
         "device": placement.device_kind,
         "placement": {
             "world_size": config.dist.world_size,

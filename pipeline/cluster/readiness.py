@@ -5,13 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.cluster.messages import JobOffer
-from pipeline.config import Config, ConfigError, DataError, MachineError
+from pipeline.config import Config, ConfigError, DataError, MachineError, digest
 from pipeline.data import store
 from pipeline.files import Paths, locked
 from pipeline.hardware import machine
-from pipeline.hardware.placement import place
+from pipeline.hardware.placement import resolve
 from pipeline.job import Job
-from pipeline.runs.identity import source_digest, versions
+from pipeline.runs.identity import versions
+from pipeline.runs.source import EVALUATE, TRAIN, source_digests
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,9 @@ def bitwise_requirements(job: Job) -> dict[str, str]:
     """Return what must be equal on all machines of a job, or their bits differ."""
     here = machine.detect()
     kind = here.gpus[0] if job.device == "cuda" and here.gpus else here.cpu
-    return versions() | {"code": source_digest(), "device": kind, "data": store.read_manifest(job.prepared).digest}
+    computes = versions(job.config, job.device, job.backend)
+    code = digest(source_digests(job.config, TRAIN, EVALUATE))
+    return computes | {"code": code, "device": kind, "data": store.read_manifest(job.prepared).digest}
 
 
 class Readiness:
@@ -43,7 +46,7 @@ class Readiness:
             run=self._paths.runs / offer.run,
         )
         try:
-            placed = place(offer.config, machine.detect())
+            placed = resolve(offer.config, machine.detect())
             job = job.model_copy(update={"prepared": self._prepared(offer)})
             own = bitwise_requirements(job) | {"device and backend": f"{placed.device}, {placed.backend}"}
         except (ConfigError, DataError, MachineError, OSError) as error:

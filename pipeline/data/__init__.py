@@ -25,7 +25,7 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class Raw:
-    """A data set as its source has it: a training set, a test set, the names of its classes."""
+    """A data set as its source has it."""
 
     train: Split
     test: Split
@@ -34,7 +34,7 @@ class Raw:
 
 @dataclass(frozen=True)
 class Request:
-    """Where a data set may be found or kept, and what was written behind its name (`synthetic:2018`)."""
+    """Where to find a data set, where to keep downloads, and the argument behind its name (2018 in `synthetic:2018`)."""
 
     root: Path | None
     downloads: Path
@@ -43,7 +43,7 @@ class Request:
 
 
 def check(name: str) -> None:
-    """ConfigError unless data.name is in the catalogue."""
+    """Raise ConfigError unless data.name is in the catalogue."""
     kind, _, argument = name.partition(":")
     if kind not in CATALOGUE:
         raise unknown("data.name", name, list(CATALOGUE))
@@ -54,6 +54,6 @@ def check(name: str) -> None:
 
 
 def load(name: str, request: Request) -> Raw:
-    """The named data set, found, checked and decoded."""
+    """Find, check and decode the named data set."""
     raw: Raw = importlib.import_module(CATALOGUE[name.partition(":")[0]]).load(request)
     return raw

@@ -12,13 +12,13 @@ PAD = 4
 
 
 class Augment(Protocol):
-    """Changes uint8 images of known samples of an epoch."""
+    """Augments uint8 images, given their samples' indices and the epoch."""
 
     def __call__(self, images: Tensor, samples: Tensor, epoch: int) -> Tensor: ...
 
 
 def build(name: str, seed: int, count: int) -> Augment:
-    """The named augmentation for a training set of `count` samples."""
+    """Return the named augmentation for a training set of `count` samples."""
     return {"none": lambda: _none, "crop-flip": lambda: CropFlip(seed, count)}[name]()
 
 
@@ -36,7 +36,7 @@ class CropFlip:
 
     def __call__(self, images: Tensor, samples: Tensor, epoch: int) -> Tensor:
         if epoch != self._epoch:
-            # Every sample's draws of the epoch at once: which lane or rank takes it does not matter.
+            # All samples' draws of the epoch at once, so that they do not depend on which lane or rank takes a sample.
             source = generator(self._seed, "crop-flip", epoch)
             self._shifts = torch.randint(2 * PAD + 1, (self._count, 2), generator=source)
             self._flips = torch.randint(2, (self._count,), generator=source, dtype=torch.bool)

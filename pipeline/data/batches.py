@@ -1,4 +1,4 @@
-"""Batches on the device: a whole-batch gather and transform, from memory where the data fit, else read ahead from disk."""
+"""Batches on the device: gathered and transformed as a whole, from the device's memory if the data fit, else read ahead from disk."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,25 +12,25 @@ from pipeline.data.order import Order
 
 
 class Pixels:
-    """From uint8 to what a model takes, on its device."""
+    """Turns uint8 images into normalized floats on the model's device."""
 
     def __init__(self, mean: list[float], std: list[float], device: torch.device):
         self.device = device
         self._mean, self._std = (torch.tensor(values, device=device)[None, :, None, None] for values in (mean, std))
 
     def __call__(self, images: Tensor) -> Tensor:
-        # Each step is one correctly rounded operation an element, so the batch's shape cannot change a bit.
+        # Elementwise, so the batch's shape cannot change a bit.
         scaled = images.to(self.device).float().div_(255).sub_(self._mean).div_(self._std)
         return scaled.contiguous(memory_format=torch.channels_last)
 
 
 def resident(split: Split, device: torch.device, free_bytes: int) -> bool:
-    """Whether a split should be held in the device's memory: it takes at most half of what is free."""
+    """Return True if a split fits into half of the device's free memory."""
     return device.type == "cpu" or split.images.nbytes <= free_bytes // 2
 
 
 class Batches:
-    """The lanes of a training split, in any order; the next one of the own range is read ahead where data are on disk."""
+    """The lanes of a training split, in any order; where data stay on disk, the next lane of this rank is read ahead."""
 
     def __init__(self, split: Split, order: Order, augment: Augment, pixels: Pixels, own: range, hold: bool):
         self._order, self._augment, self._pixels, self._own = order, augment, pixels, own
@@ -43,7 +43,7 @@ class Batches:
             self._labels = self._labels.to(pixels.device)
 
     def lane(self, step: int, lane: int) -> tuple[Tensor, Tensor]:
-        """The images, ready for the model, and the labels of one lane."""
+        """Return the images of one lane, ready for the model, and their labels."""
         images, labels = self._read(step, lane)
         samples = self._order.lane(step, lane)
         images = self._augment(images.to(self._pixels.device, non_blocking=True), samples, self._order.epoch(step))
@@ -67,5 +67,5 @@ class Batches:
 
 
 def chunks(count: int, size: int) -> Iterator[slice]:
-    """A split in pieces of a fixed size, the last one shorter: how it is cut never depends on the ranks."""
+    """Cut a split into chunks of a fixed size, the last one shorter: the cut never depends on the ranks."""
     return (slice(start, min(start + size, count)) for start in range(0, count, size))

@@ -9,7 +9,7 @@ from pipeline.config import draw_seed
 
 
 def generator(seed: int, *key: object) -> torch.Generator:
-    """A CPU generator for one purpose."""
+    """Return a CPU generator seeded by (seed, key)."""
     return torch.Generator().manual_seed(draw_seed(seed, *key))
 
 
@@ -30,6 +30,6 @@ class Order:
         return step // self.steps_per_epoch
 
     def lane(self, step: int, lane: int) -> Tensor:
-        """The indices of the samples of one lane."""
+        """Return the indices of the samples of one lane."""
         start = step % self.steps_per_epoch * self._global_batch + lane * self._lane_size
         return self._permutation(self.epoch(step))[start : start + self._lane_size]

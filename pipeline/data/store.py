@@ -17,7 +17,7 @@ MANIFEST = "manifest.json"
 
 
 class Manifest(BaseModel):
-    """What a prepared data set is: enough to build a model for it and to check every byte of it."""
+    """Describes a prepared data set: enough to build a model for it and to check every byte of it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,12 +37,12 @@ class Manifest(BaseModel):
 
     @property
     def digest(self) -> str:
-        """One SHA-256 for the whole content."""
+        """One SHA-256 over the manifest, and so over all content."""
         return digest(self.model_dump(mode="json"))
 
 
 def write(folder: Path, made_for: dict[str, str | int | float | None], splits: dict[str, Split], class_names: list[str]) -> Manifest:
-    """Check the splits, pack them and put the folder in place whole."""
+    """Check and pack the splits, then put the whole folder in place at once."""
     name = str(made_for["data.name"])
     for split_name, split in splits.items():
         _check(f"{name}, {split_name}", split, class_names)
@@ -92,7 +92,7 @@ def _check_together(name: str, splits: dict[str, Split], class_names: list[str])
 
 
 def _mean_and_std(images: NDArray[np.uint8]) -> tuple[list[float], list[float]]:
-    """Per channel, of pixels from 0 to 1; from exact counts of the 256 values, so no order of summation enters."""
+    """Per channel, of pixels from 0 to 1; from exact counts of the 256 values, so the order of the images does not matter."""
     counts = [np.bincount(images[:, channel].reshape(-1), minlength=256) for channel in range(images.shape[1])]
     pixels = np.arange(256) / 255
     mean = [float((count * pixels).sum() / count.sum()) for count in counts]
@@ -101,7 +101,7 @@ def _mean_and_std(images: NDArray[np.uint8]) -> tuple[list[float], list[float]]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a prepared folder."""
+    """Return the manifest of a prepared folder; raises DataError if it is missing or damaged."""
     path = folder / MANIFEST
     try:
         return Manifest.model_validate_json(path.read_text())
@@ -112,13 +112,13 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def made_for(config: Config) -> dict[str, str | int | float | None]:
-    """What of a configuration decides what prepare writes."""
+    """The settings that decide what prepare writes."""
     values = config.data.model_dump(include={"name", "validation_share", "image_size"})
     return {"seed": config.seed} | {f"data.{key}": value for key, value in values.items()}
 
 
 def check_made_for(folder: Path, manifest: Manifest, config: Config) -> None:
-    """DataError where the folder was prepared from other settings."""
+    """Raise DataError if the folder was prepared from other settings."""
     for key, value in made_for(config).items():
         if manifest.made_for.get(key) != value:
             raise DataError(
@@ -127,7 +127,7 @@ def check_made_for(folder: Path, manifest: Manifest, config: Config) -> None:
 
 
 def verify(folder: Path, manifest: Manifest, splits: tuple[str, ...]) -> None:
-    """DataError unless every byte of these splits is what prepare wrote."""
+    """Raise DataError unless every byte of these splits is what prepare wrote."""
     for file, expected in manifest.sha256.items():
         if file.split("-")[0] not in splits:
             continue
@@ -138,13 +138,13 @@ def verify(folder: Path, manifest: Manifest, splits: tuple[str, ...]) -> None:
 
 
 def open_split(folder: Path, split: str) -> Split:
-    """A split's arrays, mapped from the file: pages are read when used and shared between processes."""
+    """Map a split's arrays from their files: pages are read when used, and shared between processes."""
     # "c": a private, writable mapping that nobody writes to; torch warns about read-only ones.
     arrays: list[Any] = [np.load(folder / f"{split}-{kind}.npy", mmap_mode="c") for kind in Split._fields]
     return Split(*arrays)
 
 
 def sha256(path: Path) -> str:
-    """The digest of a file."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -10,6 +10,7 @@ from pipeline.config import Config, MachineError
 from pipeline.doctor import folders, hardware, mlflow, network, programs
 from pipeline.doctor.finding import Finding, in_background
 from pipeline.files import Paths
+from pipeline.hardware.cgroup import memory_limit
 from pipeline.hardware.machine import detect
 from pipeline.hardware.network import PORT, split
 from pipeline.tracking.mirror_process import tracking_uri
@@ -22,7 +23,7 @@ def run(config: Config, paths: Paths, leader: str | None = None, port: int | Non
     number = port or PORT
     checks: dict[str, Callable[[], list[Finding]]] = {
         "GPUs": lambda: hardware.ranks(config, detect()),
-        "memory": lambda: hardware.memory(config.dist, hardware.memory_limit()),
+        "memory": lambda: hardware.memory(config.dist, memory_limit()),
         "/dev/shm": lambda: [hardware.shared_memory(Path("/dev/shm"))],
         "disk": lambda: [folders.disk(paths.runs)],
         "folders": lambda: folders.permissions(paths),

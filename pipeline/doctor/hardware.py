@@ -1,6 +1,5 @@
 """Checks of what the ranks compute on: GPUs, cores, memory and /dev/shm."""
 
-import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 from pipeline.config import Config, ConfigError, Dist, MachineError
 from pipeline.doctor.finding import Finding
 from pipeline.hardware.machine import Machine
-from pipeline.hardware.placement import place
+from pipeline.hardware.placement import resolve
 
 MIB, GIB = 1 << 20, 1 << 30
 # A rank of the default experiment peaks at 0.8 GiB.
@@ -18,7 +17,7 @@ SHARED_BYTES, RANK_BYTES = 256 * MIB, GIB
 def ranks(config: Config, machine: Machine) -> list[Finding]:
     """Whether there is a GPU, or else a core, for each rank and thread."""
     try:
-        placement = place(config, machine)
+        placement = resolve(config, machine)
     except (ConfigError, MachineError) as error:
         return [Finding("wrong", str(error))]
     dist, gpus = config.dist, len(machine.gpus)
@@ -52,22 +51,6 @@ def memory(dist: Dist, limit_bytes: int | None) -> list[Finding]:
         return []
     text = f"a control group allows {limit_bytes // MIB} MiB of memory to {ranks_here} ranks"
     return [Finding("note", text, f"MEMORY={2 * ranks_here}g docker compose up, or docker run --memory={2 * ranks_here}g")]
-
-
-def memory_limit(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """The lowest limit of this process's control group and those above it, of version 2 or 1."""
-    limits: list[int] = []
-    for line in own.read_text().splitlines() if own.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        files = mounted / "memory" if controllers else mounted
-        name = "memory.limit_in_bytes" if controllers else "memory.max"
-        for group in (Path(path), *Path(path).parents):
-            # No such file in a container, which sees its own group as the topmost; "max" where there is no limit.
-            with contextlib.suppress(OSError, ValueError):
-                limits.append(int((files / group.relative_to("/") / name).read_text()))
-    return min(limits, default=None)
 
 
 def shared_memory(folder: Path) -> Finding:

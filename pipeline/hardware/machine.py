@@ -8,48 +8,46 @@ import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from pipeline.config import MachineError
+from pipeline.hardware.environment import CPU_SWITCHES, GPU_SWITCHES, switches
 
 # What oneDNN, MKL and ATen choose their kernels by: another choice rounds differently.
 INSTRUCTION_SETS = ("avx2", "avx512", "avx_vnni", "amx", "fma", "asimd", "sve", "bf16", "i8mm")
-OVERRIDES = (
-    "NVIDIA_TF32_OVERRIDE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "ATEN_CPU_CAPABILITY",
-    "ONEDNN_MAX_CPU_ISA",
-    "DNNL_MAX_CPU_ISA",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "MKL_CBWR",
-)
-# CUDA's compute capability from which on bf16 is native.
-AMPERE = 8
-# cuInit's answer where there is a driver and no GPU.
-CUDA_ERROR_NO_DEVICE = 100
+# The first weights are drawn on the host, with other bits without these. AVX-512 draws the same as AVX2.
+DRAWING_SETS = ("avx2", "asimd")
+# CUDA's error codes for "there is no GPU": a library without a driver, and a driver without a GPU.
+STUB_LIBRARY, NO_DEVICE = 34, 100
+# CUDA's device attributes.
+MULTIPROCESSORS, CAPABILITY_MAJOR, CAPABILITY_MINOR = 16, 75, 76
 
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs by name, and the kind of CPU."""
+    """The kind of every GPU, the lowest compute capability among them as 90 for 9.0, and the kind of CPU."""
 
     gpus: list[str]
     capability: int
     cpu: str
     cpu_has_bf16: bool
-    # The CUDA that the driver can do, as 13000 for 13.0; 0 without one.
+    # The newest CUDA that the driver supports, as 13000 for 13.0; 0 without one.
     driver: int = 0
 
 
 def detect() -> Machine:
-    """This machine, as CUDA_VISIBLE_DEVICES leaves it."""
-    gpus, capability, driver = _gpus()
-    cpu, has_bf16 = _cpu(Path("/proc/cpuinfo"))
-    return Machine(gpus, capability, cpu, has_bf16, driver)
+    """Detect visible GPUs and the kind of CPU; raises MachineError if the GPUs' driver does not work."""
+    flags, maker, cache = _cpu_info(Path("/proc/cpuinfo"))
+    chosen = switches(CPU_SWITCHES)
+    sets = sorted(flag for flag in flags if flag.startswith(INSTRUCTION_SETS))
+    drawing = [flag for flag in DRAWING_SETS if flag in flags]
+    gpus, capability, driver = _gpus(" ".join([platform.machine(), *drawing, *chosen, *switches(GPU_SWITCHES)]))
+    has_bf16 = bool({"avx512_bf16", "amx_bf16", "bf16"} & flags) and not chosen
+    return Machine(gpus, capability, " ".join([platform.machine(), *maker, *cache, *sets, *chosen]), has_bf16, driver)
 
 
 def user() -> str:
-    """Who runs this; in a container a uid may have no name."""
+    """The user's name; in a container a uid may have none."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -57,27 +55,20 @@ def user() -> str:
 
 
 def check_writable(folder: Path) -> None:
-    """MachineError where this user may not write, with what a container must be started with."""
+    """Raise MachineError if this user may not write to a folder, with what a container must be started with."""
     if not os.access(folder, os.W_OK):
         owner = folder.stat()
         cure = f"let it run as its owner; with Compose: env UID={owner.st_uid} GID={owner.st_gid} docker compose up"
         raise MachineError(f"{folder}: belongs to uid {owner.st_uid}, and uid {os.getuid()} may not write there; {cure}")
 
 
-def _cpu(info: Path) -> tuple[str, bool]:
-    """The kind of CPU: maker, cache and instruction sets, and what the environment takes away from them."""
+def _cpu_info(info: Path) -> tuple[set[str], list[str], list[str]]:
+    """The flags, maker and cache size of the first CPU."""
     text = info.read_text() if info.exists() else ""
-    flags = set(" ".join(re.findall(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)[:1]).split())
+    flags: set[str] = set(" ".join(re.findall(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)[:1]).split())
     maker = re.findall(r"^(?:vendor_id|CPU implementer)\s*: (.*)$", text, re.MULTILINE)[:1]
     cache = re.findall(r"^cache size\s*: (.*)$", text, re.MULTILINE)[:1]
-    sets = sorted(flag for flag in flags if flag.startswith(INSTRUCTION_SETS))
-    overrides = _overrides()
-    kind = " ".join([platform.machine(), *maker, *(one.replace(" ", "") for one in cache), *sets, *overrides])
-    return kind, bool({"avx512_bf16", "amx_bf16", "bf16"} & flags) and not overrides
-
-
-def _overrides() -> list[str]:
-    return [f"{name}={os.environ[name]}" for name in OVERRIDES if name in os.environ]
+    return flags, maker, [size.replace(" ", "") for size in cache]
 
 
 def cuda_of_torch() -> int:
@@ -89,31 +80,41 @@ def cuda_of_torch() -> int:
     return int(found[1]) * 1000 + int(found[2]) * 10 if found else 0
 
 
-def _gpus() -> tuple[list[str], int, int]:
-    """Return the names of the visible GPUs, their lowest capability and the driver's CUDA version; raises MachineError if it is broken."""
+def _gpus(host: str) -> tuple[list[str], int, int]:
+    """The kinds of the visible GPUs on such a host, the lowest capability among them, and the driver's CUDA."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        # No GPU is wanted, and a broken driver is no matter.
         return [], 0, 0
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return [], 0, 0
-    count, device, major, minor, version = (ctypes.c_int() for _ in range(5))
-    error = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
-    if error == CUDA_ERROR_NO_DEVICE:
+    if cuda.cuInit(0) in (STUB_LIBRARY, NO_DEVICE):
         return [], 0, 0
-    if error:
-        raise MachineError(
-            f"the GPU's driver does not work (cuInit failed with {error}); see nvidia-smi, or set CUDA_VISIBLE_DEVICES= for CPUs"
-        )
-    names: list[str] = []
+    _call(cuda, "cuInit", 0)
+    count, device, version = (ctypes.c_int() for _ in range(3))
+    _call(cuda, "cuDeviceGetCount", ctypes.byref(count))
+    _call(cuda, "cuDriverGetVersion", ctypes.byref(version))
+    kinds: list[str] = []
     capabilities: list[int] = []
     for index in range(count.value):
-        name = ctypes.create_string_buffer(256)
-        cuda.cuDeviceGet(ctypes.byref(device), index)
-        cuda.cuDeviceGetName(name, len(name), device)
-        cuda.cuDeviceComputeCapability(ctypes.byref(major), ctypes.byref(minor), device)
-        # The first weights are drawn on the host.
-        names.append(" ".join([name.value.decode(), "on", platform.machine(), *_overrides()]))
-        capabilities.append(major.value)
-    cuda.cuDriverGetVersion(ctypes.byref(version))
-    return names, min(capabilities, default=0), version.value
+        name, figures = ctypes.create_string_buffer(256), [ctypes.c_int() for _ in range(3)]
+        _call(cuda, "cuDeviceGet", ctypes.byref(device), index)
+        _call(cuda, "cuDeviceGetName", name, len(name), device)
+        for figure, attribute in zip(figures, (MULTIPROCESSORS, CAPABILITY_MAJOR, CAPABILITY_MINOR), strict=True):
+            _call(cuda, "cuDeviceGetAttribute", ctypes.byref(figure), attribute, device)
+        processors, major, minor = (figure.value for figure in figures)
+        # Kernels are chosen by both, and equal names do not promise equal GPUs: MIG and MPS show a part of one.
+        kinds.append(f"{name.value.decode()} ({processors} SMs, capability {major}.{minor}) on {host}")
+        capabilities.append(10 * major + minor)
+    return kinds, min(capabilities, default=0), version.value
+
+
+def _call(cuda: Any, function: str, *arguments: object) -> None:
+    """Call the GPUs' driver; raises MachineError if it fails, as the CPU must not take over in silence."""
+    code = getattr(cuda, function)(*arguments)
+    if code:
+        text = ctypes.c_char_p()
+        cuda.cuGetErrorString(code, ctypes.byref(text))
+        said = f"{function} failed with {code}, {text.value.decode() if text.value else 'an unknown error'}"
+        raise MachineError(f"the GPU's driver does not work ({said}); see nvidia-smi, or set CUDA_VISIBLE_DEVICES= for CPUs")

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.config import Config, MachineError
-from pipeline.hardware.machine import AMPERE, Machine, cuda_of_torch
+from pipeline.hardware.machine import Machine, cuda_of_torch
+
+# The compute capabilities from which on bf16 is native, and from which on CUDA 13 has kernels.
+AMPERE, TURING = 80, 75
 
 
 @dataclass(frozen=True)
@@ -17,21 +20,13 @@ class Placement:
     precision: Literal["fp32", "bf16"]
 
 
-def place(config: Config, machine: Machine) -> Placement:
-    """Decide it, or say what cannot be and which setting works."""
+def resolve(config: Config, machine: Machine) -> Placement:
+    """Return where ranks run; raises MachineError if they cannot, with the setting that works."""
     dist = config.dist
     here = dist.world_size // dist.nodes
-    if len(set(machine.gpus)) > 1:
-        raise MachineError(
-            f"GPUs of several kinds ({', '.join(sorted(set(machine.gpus)))}) compute different bits; pick with CUDA_VISIBLE_DEVICES"
-        )
     gpus = len(machine.gpus)
-    # Within a major version an older driver will do.
-    if gpus and machine.driver // 1000 < cuda_of_torch() // 1000:
-        can, needs = (f"{one // 1000}.{one % 1000 // 10}" for one in (machine.driver, cuda_of_torch()))
-        raise MachineError(
-            f"the GPU's driver can do CUDA {can} and torch needs {needs}; update the driver, or set CUDA_VISIBLE_DEVICES= for CPUs"
-        )
+    if gpus:
+        _check_gpus(machine)
     if dist.backend == "nccl" and gpus == 0:
         raise MachineError("dist.backend: nccl needs GPUs and this machine shows none; set backend: gloo (or auto)")
     if dist.backend == "nccl" and gpus < here:
@@ -45,6 +40,22 @@ def place(config: Config, machine: Machine) -> Placement:
         backend="nccl" if gpus >= here and dist.backend != "gloo" else "gloo",
         precision=_precision(config.train.precision, device, machine),
     )
+
+
+def _check_gpus(machine: Machine) -> None:
+    """Raise MachineError if torch cannot compute on these GPUs, or not the same bits on all of them."""
+    if len(set(machine.gpus)) > 1:
+        raise MachineError(
+            f"GPUs of several kinds ({', '.join(sorted(set(machine.gpus)))}) compute different bits; pick with CUDA_VISIBLE_DEVICES"
+        )
+    # Within a major version an older driver will do.
+    if machine.driver // 1000 < cuda_of_torch() // 1000:
+        can, needs = (f"{one // 1000}.{one % 1000 // 10}" for one in (machine.driver, cuda_of_torch()))
+        raise MachineError(
+            f"the GPU's driver can do CUDA {can} and torch needs {needs}; update the driver, or set CUDA_VISIBLE_DEVICES= for CPUs"
+        )
+    if machine.capability < TURING and cuda_of_torch() >= 13000:
+        raise MachineError(f"{machine.gpus[0]}: CUDA 13 has no kernels for GPUs before Turing (7.5); set CUDA_VISIBLE_DEVICES= for CPUs")
 
 
 def _precision(asked: str, device: str, machine: Machine) -> Literal["fp32", "bf16"]:

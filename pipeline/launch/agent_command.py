@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+from pipeline.hardware.environment import for_ranks
 from pipeline.launch.node import Node
 from pipeline.timeouts import RETURN_SECONDS
 
@@ -28,23 +29,15 @@ def command(module: str, node: Node, grace_seconds: int, logs: Path) -> list[str
 def environment(node: Node) -> dict[str, str]:
     """Return the environment of the agent and its ranks."""
     here = str(Path(__file__).parents[2])
-    # torchrun reads PET_*, which a scheduler has set for the command above us.
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
     # Defaults: a user who knows the network better sets these himself.
     network = {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": f"={node.interface}"}
     return (
         network
-        | kept
+        | for_ranks(os.environ, node.threads)
         | {
             "PYTHONPATH": os.pathsep.join([here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep),
-            "OMP_NUM_THREADS": str(node.threads),
-            "MKL_NUM_THREADS": str(node.threads),
             # A store of its own for every attempt: see ranks.rendezvous.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            # torch logs at this level, and ends at import if it does not know its name.
-            "LOGLEVEL": "WARNING",
             "LOCKSTEP_LEADS": str(int(node.leads)),
-            # cuBLAS is deterministic only with a workspace of fixed size.
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         }
     )

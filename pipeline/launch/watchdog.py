@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from pipeline import heartbeat
+from pipeline.hardware.cgroup import oom_kills
 from pipeline.heartbeat import AT_WORK, COMPUTING, FINISHING, LEAVING, Snapshot
 from pipeline.launch.failures import HUNG, Failure
 from pipeline.timeouts import START_SECONDS
@@ -34,7 +35,7 @@ class Watchdog:
         self._warned_of_idle, self._warned_of_slow, self._hung_in = False, False, -1
         self._alive: dict[int, Snapshot] = {}
         self._behind: dict[int, float] = {}
-        self._starved, self._starved_at = _oom_kills(), -60.0
+        self._starved, self._starved_at = oom_kills(), -60.0
 
     def started(self, folder: Path) -> None:
         """Watch the ranks of a new attempt, whose heartbeats are in this folder."""
@@ -84,7 +85,7 @@ class Watchdog:
         return abs(self._starved_at - self._whole_at) < NEAR_SECONDS
 
     def _look_at_memory(self, now: float) -> None:
-        before, self._starved = self._starved, _oom_kills()
+        before, self._starved = self._starved, oom_kills()
         if self._starved > before:
             self._starved_at = now
 
@@ -151,25 +152,3 @@ def _status(pid: int) -> str:
         return psutil.Process(pid).status()
     except psutil.NoSuchProcess:
         return "gone"
-
-
-def _oom_kills() -> int:
-    """How many processes of this control group, or where there is none of this machine, the kernel has ended for want of memory."""
-    for path in (*_groups(), Path("/proc/vmstat")):
-        with contextlib.suppress(OSError):
-            fields = path.read_text().split()
-            if "oom_kill" in fields:
-                return int(fields[fields.index("oom_kill") + 1])
-    return 0
-
-
-def _groups() -> list[Path]:
-    """Where the kernel may count for our control group: in version 2 or 1, and in a container, where the own group is the root."""
-    found: list[Path] = []
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, kind, own = line.split(":", 2)
-            root = Path("/sys/fs/cgroup") / kind
-            if kind in ("", "memory"):
-                found += [folder / ("memory.oom_control" if kind else "memory.events") for folder in (root / own.lstrip("/"), root)]
-    return found

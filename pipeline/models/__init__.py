@@ -1,12 +1,10 @@
 """The catalogue of models: one module each, with `build(channels, side, num_classes) -> nn.Module`."""
 
 import importlib
-import importlib.util
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.config import ConfigError, unknown
+from pipeline.models.torchvision_names import NAMES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,33 +15,29 @@ CATALOGUE = {
     "resnet18": "pipeline.models.resnet",
 }
 TORCHVISION = "torchvision:"
+ZOO = "pipeline.models.zoo"
 
 
 def check(name: str) -> None:
-    """ConfigError unless model.name can be built; torch is not imported to find out."""
+    """Raise ConfigError unless model.name can be built; imports no torch."""
     if name.startswith(TORCHVISION):
-        known = [TORCHVISION + one for one in _torchvision_names()]
+        known = [TORCHVISION + one for one in NAMES]
         if name not in known:
             raise unknown("model.name", name, known) if len(name) > len(TORCHVISION) else ConfigError("model.name: torchvision: which one?")
     elif name not in CATALOGUE:
         raise unknown("model.name", name, [*CATALOGUE, "torchvision:<name>"])
 
 
+def module_of(name: str) -> str:
+    """The module that builds the named model."""
+    return ZOO if name.startswith(TORCHVISION) else CATALOGUE[name]
+
+
 def build(name: str, channels: int, side: int, num_classes: int) -> "nn.Module":
-    """The named model with weights drawn from torch's global generator; it maps images [N, C, H, W] to logits [N, classes]."""
+    """Build the named model, from images [N, C, H, W] to logits [N, classes]; its weights come from torch's global generator."""
+    module = importlib.import_module(module_of(name))
     if name.startswith(TORCHVISION):
-        from pipeline.models import zoo
-
-        return zoo.build(name.removeprefix(TORCHVISION), channels, side, num_classes)
-    model: nn.Module = importlib.import_module(CATALOGUE[name]).build(channels, side, num_classes)
+        model: nn.Module = module.build(name.removeprefix(TORCHVISION), channels, side, num_classes)
+    else:
+        model = module.build(channels, side, num_classes)
     return model
-
-
-def _torchvision_names() -> list[str]:
-    """The classifiers that torchvision registers, read from its source: importing it takes seconds."""
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None or spec.origin is None:
-        raise ConfigError("model.name: torchvision is not installed; run: make setup")
-    sources = (Path(spec.origin).parent / "models").glob("*.py")
-    found = (re.findall(r"^@register_model\(\)\n(?:@.*\n)*def (\w+)", source.read_text(), re.MULTILINE) for source in sources)
-    return sorted(name for names in found for name in names)

@@ -8,7 +8,7 @@ SMALLEST_SIDE = 16
 
 
 def build(channels: int, side: int, num_classes: int) -> nn.Module:
-    """LeNet for images of any side from 16 pixels."""
+    """Build LeNet for square images of 16 pixels a side or more."""
     if side < SMALLEST_SIDE:
         raise ConfigError(f"model.name: lenet needs images of {SMALLEST_SIDE} pixels or more, these have {side}; set data.image_size")
     left = ((side - 2) // 2 - 4) // 2

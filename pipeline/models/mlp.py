@@ -4,7 +4,7 @@ from torch import nn
 
 
 def build(channels: int, side: int, num_classes: int) -> nn.Module:
-    """A perceptron on all pixels."""
+    """Build a perceptron on all pixels."""
     return nn.Sequential(
         nn.Flatten(),
         nn.Linear(channels * side * side, 256),

@@ -5,7 +5,7 @@ from torchvision.models import resnet18
 
 
 def build(channels: int, side: int, num_classes: int) -> nn.Module:
-    """torchvision's ResNet-18 with the stem of the tutorials."""
+    """Build torchvision's ResNet-18 with a stem for small images."""
     model = resnet18(num_classes=num_classes)
     model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")

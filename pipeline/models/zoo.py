@@ -8,8 +8,8 @@ from pipeline.config import ConfigError
 
 
 def build(name: str, channels: int, side: int, num_classes: int) -> nn.Module:
-    """The named model without pretrained weights and without auxiliary heads."""
-    # These two return a second output unless told not to, and warn unless told how to draw their weights.
+    """Build the named model without pretrained weights or auxiliary heads; raises ConfigError if the images are too small for it."""
+    # These two have auxiliary outputs by default, and warn unless told how to initialize their weights.
     extra = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
     model: nn.Module = models.get_model(name, weights=None, num_classes=num_classes, **extra)
     model = model if channels == 3 else Grey(model)
@@ -23,7 +23,7 @@ def build(name: str, channels: int, side: int, num_classes: int) -> nn.Module:
 
 
 class Grey(nn.Module):
-    """A model of colour images, given grey ones."""
+    """A model of colour images, for grey ones."""
 
     def __init__(self, model: nn.Module):
         super().__init__()

@@ -1,40 +1,51 @@
-"""The fingerprint of an experiment: identity, data, torch and the source that a rank runs, in one name."""
+"""The identity of a run: all that can change its bits; and the fingerprint, which is its hash and names the run's folder."""
 
-import hashlib
 import json
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config, digest
+from pipeline.config import Config, MachineError, digest
 from pipeline.files import atomic_write
+from pipeline.hardware.machine import cuda_of_torch
 from pipeline.hardware.placement import Placement
+from pipeline.runs.source import source_digests
 
 IDENTITY = "identity.json"
-PACKAGE = Path(__file__).parents[1]
-# What a rank computes with; what only starts, records or reports is not part of it.
-COMPUTES = ("config.py", "ranks.py", "data", "models", "parallel", "training")
+# What computes on every device; torchvision draws the first weights of its models.
+EVERYWHERE = ("torch", "torchvision", "numpy")
+# What computes on GPUs: kernels, what compiles cuDNN's at run time, what compiles torch.compile's.
+ON_GPUS = ("nvidia-cudnn", "nvidia-cublas", "nvidia-cuda-nvrtc", "triton")
+# It moves bytes under `ordered`, and adds only under `native`.
+NCCL = "nvidia-nccl"
 
 
-def source_digest() -> str:
-    """One digest over the files that can change a bit of what is learned."""
-    total = hashlib.sha256()
-    for entry in COMPUTES:
-        path = PACKAGE / entry
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            total.update(f"{file.relative_to(PACKAGE).as_posix()} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
-    return total.hexdigest()
+def versions(config: Config, device: str, backend: str) -> dict[str, str]:
+    """Versions of the packages that compute in this experiment, read without importing them."""
+    found = {name: version(name) for name in EVERYWHERE}
+    if device == "cuda":
+        adds = [NCCL] if config.dist.reduction == "native" and backend == "nccl" else []
+        found |= {name: _version_for_cuda(name) for name in (*ON_GPUS, *adds)}
+    return found
 
 
-def versions() -> dict[str, str]:
-    """What computes, by version."""
-    return {name: version(name) for name in ("torch", "torchvision", "numpy")}
+def _version_for_cuda(name: str) -> str:
+    """The version of a package whose name may end with the CUDA that it is for."""
+    for package in (f"{name}-cu{cuda_of_torch() // 1000}", name):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    raise MachineError(f"{name}: not installed as a package, so it is unknown which one would compute on the GPU; run: make setup")
 
 
-def whole_identity(config: Config, placement: Placement, data_digest: str) -> dict[str, Any]:
+def run_identity(config: Config, placement: Placement, data_digest: str) -> dict[str, Any]:
     """All that a fingerprint is made of."""
-    identity = config.identity(placement.device_kind, placement.precision, placement.backend)
-    return identity | {"prepared data": data_digest, "versions": versions(), "source of what a rank runs": source_digest()}
+    return config.identity(placement.device_kind, placement.precision, placement.backend) | {
+        "prepared data": data_digest,
+        "versions": versions(config, placement.device, placement.backend),
+        "source": source_digests(config),
+    }
 
 
 def fingerprint(identity: dict[str, Any]) -> str:
@@ -43,14 +54,14 @@ def fingerprint(identity: dict[str, Any]) -> str:
 
 
 def write_identity(run: Path, identity: dict[str, Any]) -> None:
-    """What this run's fingerprint is made of, for whoever asks what differs."""
+    """Write identity.json once, so that a later start can name what differs."""
     if not (run / IDENTITY).exists():
         atomic_write(run / IDENTITY, (json.dumps(identity, indent=2) + "\n").encode())
 
 
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested keys as `dist.world_size`."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}  # pyright: ignore
+        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}  # pyright: ignore
     return found

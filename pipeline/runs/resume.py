@@ -12,7 +12,7 @@ from pipeline.config import ConfigError
 from pipeline.files import atomic_folder, fsync_path, read_checksummed_json, write_checksummed_json
 from pipeline.job import Job
 from pipeline.runs import checkpoints
-from pipeline.runs.identity import IDENTITY, flat
+from pipeline.runs.identity import IDENTITY, flatten
 from pipeline.runs.lock import run_lock
 from pipeline.tracking import journal as journals
 from pipeline.tracking.journal import FIRST_CHECKPOINT, Journal
@@ -29,7 +29,7 @@ def import_run(source: Path, job: Job, identity: dict[str, Any], header: dict[st
         other: dict[str, Any] = json.loads((source / IDENTITY).read_text())
     except (OSError, ValueError):
         raise ConfigError(f"--resume: {source} is no folder of a run; name one such as runs/0123456789abcdef") from None
-    then, now = flat(other), flat(identity)
+    then, now = flatten(other), flatten(identity)
     differing = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
     native = then.get("dist.reduction") == now.get("dist.reduction") == "native"
     hindering = [key for key in differing if not (native and key in PLACEMENT)]

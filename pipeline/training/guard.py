@@ -2,13 +2,15 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeline.config import MachineError
 from pipeline.files import atomic_write
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.ranks import Ranks
@@ -52,7 +54,8 @@ class NonFiniteGuard:
         self._good_steps += self._bad == 0
 
     def check(self) -> None:
-        """Raise Diverged, on every rank, if a gradient was non-finite."""
+        """Raise Diverged, on every rank, if a gradient was non-finite; MachineError if kernels may have changed."""
+        check_kernels(torch.cuda.memory_stats())
         if self._bad.item():
             step = self._first + int(self._good_steps.item())
             found = f"the gradient of step {step} is not finite, and no weight was updated since"
@@ -68,6 +71,18 @@ class NonFiniteGuard:
             if tensor.is_floating_point() and not tensor.isfinite().all():
                 raise Diverged(f"training diverged: {name} holds NaN or infinity after step {step}; {CURE}")
         return self._model
+
+
+def check_kernels(memory_stats: Mapping[str, Any]) -> None:
+    """Raise MachineError if an allocation on the GPU failed and went unreported.
+
+    cuDNN then runs another kernel, one that needs less workspace and rounds differently, without a word (torch 2.14, Conv_v8.cpp).
+    """
+    if memory_stats.get("num_ooms", 0):
+        raise MachineError(
+            "the GPU's memory was too short for a kernel's workspace, and another kernel computes other bits; nothing of it was kept; "
+            "free the GPU, or lower dist.batch_size_per_gpu and raise dist.world_size or dist.accumulation as much"
+        )
 
 
 def finite(figures: dict[str, float], step: int) -> dict[str, float]:

@@ -22,6 +22,7 @@ from pipeline.data import augment, store
 from pipeline.data.batches import Batches, Pixels, resident
 from pipeline.data.order import Order
 from pipeline.files import locked
+from pipeline.hardware.environment import FIXED
 from pipeline.heartbeat import FINISHING
 from pipeline.job import Job
 from pipeline.parallel.lanes import Lanes, Task
@@ -80,13 +81,21 @@ def joined(job: Job) -> Generator[Ranks]:
 
 
 def fix_bits(job: Job) -> None:
-    """Everything about torch that the bits rest on."""
+    """Set everything in torch that the bits depend on."""
+    # cuBLAS reads its part at its first call; a rank that the launcher has not started may lack it.
+    os.environ |= FIXED
     torch.set_num_threads(job.config.dist.threads_per_rank)
     torch.use_deterministic_algorithms(True)
     # Filling fresh memory finds bugs, and costs a pass over every tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.allow_tf32 = False
+    # Products in full fp32 on every device, by the new interface alone: torch raises where `allow_tf32` is used beside it.
+    backends = torch.backends
+    on_cpu, on_gpu = backends.mkldnn, backends.cudnn
+    for part in (backends, backends.cuda.matmul, on_gpu, on_gpu.conv, on_gpu.rnn, on_cpu.matmul, on_cpu.conv, on_cpu.rnn):
+        part.fp32_precision = "ieee"  # pyright: ignore[reportAttributeAccessIssue]
+    # Partial sums of bf16 products stay in fp32.
+    backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 def build_model(job: Job, manifest: store.Manifest, device: torch.device) -> nn.Module:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from pipeline.data.store import open_split
+from tests.kit.driver import driver
 from tests.kit.experiment import LONGER, ROOT, Experiment, clean_environment
 from tests.kit.trainings import same_figures, status, suspended, wait_for_step, weights
 from tests.kit.waiting import child_cpu_seconds
@@ -199,14 +200,7 @@ def test_data_cut_short_under_running_ranks_are_named(experiment: Experiment, re
 
 @pytest.mark.fault(24, "a driver that can only do CUDA 12.4 (a library in libcuda's place says so)")
 def test_a_driver_too_old_is_refused_with_both_versions(experiment: Experiment, tmp_path: Path, record_property: Note) -> None:
-    if shutil.which("gcc") is None:
-        pytest.skip("needs gcc")
-    names = ("cuInit", "cuDeviceGet", "cuDeviceGetName", "cuDeviceComputeCapability")
-    code = "\n".join(f"int {name}() {{ return 0; }}" for name in names)
-    code += "\nint cuDeviceGetCount(int *n) { *n = 2; return 0; }\nint cuDriverGetVersion(int *n) { *n = 12040; return 0; }\n"
-    (tmp_path / "cuda.c").write_text(code)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", tmp_path / "libcuda.so.1", tmp_path / "cuda.c"], check=True)
     experiment.run("prepare")
-    said = experiment.run("train", expect=4, LD_LIBRARY_PATH=str(tmp_path))
+    said = experiment.run("train", expect=4, **driver(tmp_path / "driver", DRIVER=12040))
     assert "can do CUDA 12.4 and torch needs 13.0; update the driver, or set CUDA_VISIBLE_DEVICES= for CPUs" in said
     record_property("happened", "exit 4 with both versions and both cures")

@@ -27,7 +27,7 @@ def _as_rank(rank: int, size: int, folder: str, work: list[tuple[Callable[..., A
         os._exit(1)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[list[Any]]]:
     """`run_ranks(3, (function, (argument,)), …)`: what every function returned on every rank; a rank that raises fails the test."""
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torchvision.transforms import functional
 
 from pipeline import data, prepare
 from pipeline.config import Config, DataError
@@ -29,11 +31,27 @@ def test_prepare_is_repeatable_and_keeps_the_test_images_apart(tmp_path: Path) -
     assert np.array_equal(store.open_split(first.prepared, "test").images, raw.test.images)
 
 
-def test_another_seed_holds_out_other_images(tmp_path: Path) -> None:
-    assert (
-        store.read_manifest(make_job(tmp_path / "a").prepared).digest
-        != store.read_manifest(make_job(tmp_path / "b", seed=2).prepared).digest
-    )
+def test_another_seed_holds_out_other_images() -> None:
+    names = np.arange(1000)
+    held = []
+    for seed in (1, 1, 2):
+        kept, out = prepare._hold_out(Split(names.astype(np.uint8), names), 0.1, seed)
+        assert sorted([*kept.labels, *out.labels]) == names.tolist()
+        held.append(set(out.labels.tolist()))
+    assert held[0] == held[1]
+    # Of two draws of a tenth, a tenth is in both.
+    assert len(held[0]) == 100
+    assert len(held[0] & held[2]) < 30
+
+
+@pytest.mark.parametrize("side", [12, 20, 40])
+def test_resized_images_are_those_of_pillow(side: int) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (6, 3, 28, 28)).astype(np.uint8)
+    resized = prepare.resize(images, side).astype(int)
+    for image, mine in zip(images, resized, strict=True):
+        theirs = Image.fromarray(image.transpose(1, 2, 0)).resize((side, side), Image.Resampling.BILINEAR)
+        # Pillow rounds to a byte between rows and columns, too.
+        assert np.abs(mine - np.asarray(theirs).astype(int).transpose(2, 0, 1)).max() <= 1
 
 
 def test_mean_and_deviation_are_those_of_the_training_pixels(tmp_path: Path) -> None:
@@ -165,6 +183,16 @@ def test_crop_flip_gives_shifted_and_mirrored_images() -> None:
     drawn = [possible[one.contiguous().numpy().tobytes()] for one in changed]
     assert len(set(drawn)) == 162
     assert 1800 < sum(flipped for _, _, flipped in drawn) < 2200
+
+
+def test_crop_flip_is_a_pad_a_crop_and_a_flip_of_torchvision() -> None:
+    images = torch.randint(256, (40, 3, 12, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    augmented = augment.build("crop-flip", 7, 40)
+    changed = augmented(images, torch.arange(40), 3)
+    assert isinstance(augmented, augment.CropFlip)
+    for image, mine, (top, left), flip in zip(images, changed, augmented._shifts.tolist(), augmented._flips.tolist(), strict=True):
+        cropped = functional.crop(functional.pad(image, [augment.PAD] * 4), top, left, 12, 12)
+        assert torch.equal(mine, functional.hflip(cropped) if flip else cropped)
 
 
 @pytest.mark.parametrize("own", [range(4), range(1, 3)])

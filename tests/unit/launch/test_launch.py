@@ -1,9 +1,8 @@
-"""Placement, fingerprint and lock: decided from what is asked for and what is here."""
+"""Locks, engines and addresses: decided from what is asked for and what is here."""
 
 import fcntl
 import json
 import os
-import shutil
 import socket
 import subprocess
 import time
@@ -14,77 +13,13 @@ import pytest
 from pipeline import ranks
 from pipeline.config import Config, ConfigError, MachineError
 from pipeline.hardware import network
-from pipeline.hardware.machine import Machine
-from pipeline.hardware.placement import place
 from pipeline.launch.node import resolve_num_nodes
-from pipeline.runs import identity as fingerprints
-from pipeline.runs.identity import fingerprint, whole_identity
 from pipeline.runs.lock import run_lock
 from tests.kit.experiment import Experiment, settings
-
-NO_GPU = Machine([], 0, "a cpu", True)
-OLD_CPU = Machine([], 0, "an old cpu", False)
-TWO_GPUS = Machine(["H200", "H200"], 9, "a cpu", True, 13000)
-ONE_GPU = Machine(["H200"], 9, "a cpu", True, 13000)
-OLD_GPUS = Machine(["V100", "V100"], 7, "a cpu", True, 13000)
 
 
 def config(**changes) -> Config:
     return Config.model_validate(settings(**({"train__precision": "auto"} | changes)))
-
-
-@pytest.mark.parametrize(
-    ("machine", "changes", "expected"),
-    [
-        (NO_GPU, {}, ("cpu", "gloo", "bf16")),
-        (OLD_CPU, {}, ("cpu", "gloo", "fp32")),
-        (OLD_CPU, {"train__precision": "bf16"}, ("cpu", "gloo", "bf16")),
-        (TWO_GPUS, {}, ("cuda", "nccl", "bf16")),
-        (TWO_GPUS, {"dist__backend": "gloo"}, ("cuda", "gloo", "bf16")),
-        (ONE_GPU, {}, ("cuda", "gloo", "bf16")),
-        (OLD_GPUS, {}, ("cuda", "nccl", "fp32")),
-    ],
-)
-def test_auto_is_what_the_machine_can_do(machine: Machine, changes, expected: tuple[str, str, str]) -> None:
-    placed = place(config(**changes), machine)
-    assert (placed.device, placed.backend, placed.precision) == expected
-
-
-@pytest.mark.parametrize(
-    ("machine", "part"),
-    [
-        (NO_GPU, r"needs GPUs.*set backend: gloo"),
-        (ONE_GPU, r"2 ranks, 1 GPUs.*set world_size: 1"),
-        (Machine(["A100", "H200"], 8, "a cpu", True, 13000), "several kinds"),
-    ],
-)
-@pytest.mark.fault(24, "nccl without a GPU, more ranks than GPUs, GPUs of two kinds")
-def test_what_cannot_be_names_the_setting_that_works(machine: Machine, part: str) -> None:
-    with pytest.raises(MachineError, match=part):
-        place(config(dist__backend="nccl"), machine)
-
-
-def name(machine: Machine = NO_GPU, digest: str = "d", **changes) -> str:
-    return fingerprint(whole_identity(config(**changes), place(config(**changes), machine), digest))
-
-
-@pytest.mark.fault(22, "settings, data, device and code changed one at a time")
-def test_the_fingerprint_follows_from_identity_data_and_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    here = name()
-    assert name(dist__world_size=4, dist__batch_size_per_gpu=24) == here
-    assert len({here, name(seed=2), name(OLD_CPU), name(TWO_GPUS), name(digest="e"), name(train__precision="fp32")}) == 6
-    assert name(train__precision="bf16") == here
-    native = {"dist__reduction": "native", "dist__lanes": None}
-    assert name(ONE_GPU, **native) != name(TWO_GPUS, **native)
-    assert name(ONE_GPU) == name(TWO_GPUS)
-    copy = tmp_path / "pipeline"
-    shutil.copytree(fingerprints.PACKAGE, copy)
-    monkeypatch.setattr(fingerprints, "PACKAGE", copy)
-    assert name() == here
-    (copy / "tracking" / "journal.py").write_text("what only records")
-    assert name() == here
-    (copy / "training" / "loop.py").write_text("what a rank computes")
-    assert name() != here
 
 
 def test_a_lock_that_a_living_process_holds_is_refused_at_once(tmp_path: Path) -> None:

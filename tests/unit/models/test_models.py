@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torchvision
 
 from pipeline import models
 from pipeline.config import ConfigError
+from pipeline.models.torchvision_names import NAMES
 
 
 @pytest.mark.parametrize("name", [*models.CATALOGUE, "torchvision:squeezenet1_1"])
@@ -16,7 +18,9 @@ def test_a_model_maps_images_to_logits_and_every_weight_learns(name: str, channe
     logits = model(torch.randn(4, channels, side, side))
     assert logits.shape == (4, 7)
     logits.square().mean().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    for weight, parameter in model.named_parameters():
+        assert parameter.grad is not None, weight
+        assert parameter.grad.abs().max() > 0, weight
 
 
 def test_the_same_seed_gives_the_same_weights() -> None:
@@ -48,12 +52,23 @@ def test_a_torchvision_model_that_needs_larger_images_is_a_clear_error() -> None
         models.build("torchvision:vgg11", 1, 28, 10)
 
 
-def test_names_of_torchvision_are_those_that_it_registers() -> None:
-    """They are read from its source without importing it."""
-    import torchvision
+def test_resnet_is_torchvisions_but_for_its_stem() -> None:
+    torch.manual_seed(0)
+    ours = models.build("resnet18", 3, 32, 7)
+    theirs = torchvision.models.resnet18(num_classes=7)
+    theirs.conv1, theirs.maxpool = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False), torch.nn.Identity()
+    theirs.load_state_dict(ours.state_dict())
+    images = torch.randn(4, 3, 32, 32)
+    for training in (True, False):
+        assert torch.equal(ours.train(training)(images), theirs.train(training)(images))
 
-    registered = torchvision.models.list_models(module=torchvision.models)
-    for name in registered:
-        models.check(f"torchvision:{name}")
+
+def test_names_of_torchvision_are_those_that_it_registers() -> None:
+    assert sorted(torchvision.models.list_models(module=torchvision.models)) == NAMES
+    models.check("torchvision:resnet50")
+    with pytest.raises(ConfigError, match=r"model\.name.*did you mean torchvision:resnet50"):
+        models.check("torchvision:resnet51")
+    with pytest.raises(ConfigError, match=r"model\.name: torchvision: which one"):
+        models.check("torchvision:")
     with pytest.raises(ConfigError, match=r"model\.name"):
         models.check("torchvision:fcn_resnet50")

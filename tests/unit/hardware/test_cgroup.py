@@ -1,0 +1,45 @@
+"""Control groups of both versions, as hosts and containers show them."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.hardware.cgroup import memory_limit, oom_kills
+
+
+@pytest.mark.parametrize(
+    ("own", "file"),
+    [("0::/a/b", "a/memory.max"), ("4:cpu,memory:/a/b", "memory/a/memory.limit_in_bytes"), ("4:memory:/a", "memory/memory.limit_in_bytes")],
+)
+def test_the_lowest_limit_from_the_own_group_upwards_counts(tmp_path: Path, own: str, file: str) -> None:
+    (tmp_path / "own").write_text(f"9:name=systemd:/\n{own}\n")
+    for path, limit in ((tmp_path / file, 1 << 30), (tmp_path / "a/b/memory.max", "max")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{limit}\n")
+    assert memory_limit(tmp_path, tmp_path / "own") == 1 << 30
+    assert memory_limit(tmp_path / "elsewhere", tmp_path / "own") is None
+    assert memory_limit(tmp_path, tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize(
+    ("own", "file"),
+    [
+        ("0::/a/b", "a/b/memory.events"),
+        # A container sees its own group as the topmost.
+        ("0::/a/b", "memory.events"),
+        ("4:cpu,memory:/a", "memory/a/memory.oom_control"),
+        ("4:memory:/a", "memory/memory.oom_control"),
+    ],
+)
+def test_kills_are_counted_in_the_own_group_and_else_on_the_machine(tmp_path: Path, own: str, file: str) -> None:
+    (tmp_path / "own").write_text(f"9:name=systemd:/\n{own}\n")
+    (tmp_path / "vmstat").write_text("nr_free_pages 1\noom_kill 7\n")
+    where = (tmp_path / "groups", tmp_path / "own", tmp_path / "vmstat")
+    assert oom_kills(*where) == 7
+    path = tmp_path / "groups" / file
+    path.parent.mkdir(parents=True)
+    path.write_text("under_oom 0\noom 5\noom_kill 3\n")
+    assert oom_kills(*where) == 3
+    (tmp_path / "vmstat").unlink()
+    path.unlink()
+    assert oom_kills(*where) == 0

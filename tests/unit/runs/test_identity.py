@@ -1,0 +1,73 @@
+"""The fingerprint: another one for all that can change a bit, and only for that."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.hardware.placement import resolve
+from pipeline.runs.identity import fingerprint, run_identity, versions
+from tests.unit.hardware.test_placement import NO_GPU, OLD_CPU, ONE_GPU, TWO_GPUS, Machine, config
+
+NATIVE = {"dist__reduction": "native", "dist__lanes": None}
+
+
+def name(machine: Machine = NO_GPU, digest: str = "d", **changes) -> str:
+    return fingerprint(run_identity(config(**changes), resolve(config(**changes), machine), digest))
+
+
+@pytest.mark.fault(22, "settings, data and device changed one at a time")
+def test_the_fingerprint_follows_from_settings_data_and_device() -> None:
+    here = name()
+    assert name(dist__world_size=4, dist__batch_size_per_gpu=24) == here
+    assert len({here, name(seed=2), name(OLD_CPU), name(TWO_GPUS), name(digest="e"), name(train__precision="fp32")}) == 6
+    assert name(train__precision="bf16") == here
+    assert name(ONE_GPU, **NATIVE) != name(TWO_GPUS, **NATIVE)
+    assert name(ONE_GPU) == name(TWO_GPUS)
+
+
+def install(folder: Path, package: str) -> None:
+    """Another version of a package, as far as its metadata go, before the installed one on the path."""
+    found = folder / f"{package.replace('-', '_')}-0.0.1.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.0.1\n")
+
+
+@pytest.mark.fault(22, "versions changed one at a time")
+@pytest.mark.parametrize(
+    ("package", "on_cpu", "on_gpu", "native"),
+    [
+        ("torch", True, True, True),
+        ("torchvision", True, True, True),
+        ("numpy", True, True, True),
+        ("nvidia-cudnn-cu13", False, True, True),
+        ("nvidia-cublas", False, True, True),
+        ("nvidia-cuda-nvrtc", False, True, True),
+        ("triton", False, True, True),
+        # It only moves bytes under `ordered`.
+        ("nvidia-nccl-cu13", False, False, True),
+        ("mlflow", False, False, False),
+    ],
+)
+def test_another_version_of_what_computes_is_another_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, on_cpu: bool, on_gpu: bool, native: bool
+) -> None:
+    before = [name(), name(TWO_GPUS), name(TWO_GPUS, **NATIVE)]
+    install(tmp_path, package)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    after = [name(), name(TWO_GPUS), name(TWO_GPUS, **NATIVE)]
+    assert [one != other for one, other in zip(before, after, strict=True)] == [on_cpu, on_gpu, native]
+
+
+def test_versions_are_those_that_are_installed() -> None:
+    import numpy
+    import torch
+    import torchvision
+
+    found = versions(config(), "cuda", "nccl")
+    # Its version of the build: 2.14.1+cu130.
+    assert (found["torch"], found["numpy"]) == (torch.__version__.partition("+")[0], numpy.__version__)
+    assert found["torchvision"] == torchvision.__version__.partition("+")[0]
+    cudnn = torch.backends.cudnn.version()
+    if cudnn is not None:
+        major, minor, patch = (int(part) for part in found["nvidia-cudnn"].split(".")[:3])
+        assert cudnn == 10000 * major + 100 * minor + patch

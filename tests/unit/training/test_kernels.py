@@ -1,0 +1,27 @@
+"""A kernel that cuDNN replaced for want of memory ends a rank before anything of it is kept."""
+
+import pytest
+import torch
+
+from pipeline.config import MachineError
+from pipeline.training.guard import NonFiniteGuard, check_kernels
+
+
+def test_an_allocation_that_failed_unreported_is_an_error() -> None:
+    check_kernels({"num_ooms": 0})
+    # Without a GPU.
+    check_kernels(torch.cuda.memory_stats() if not torch.cuda.is_available() else {})
+    with pytest.raises(MachineError, match=r"GPU's memory was too short .* lower dist\.batch_size_per_gpu"):
+        check_kernels({"num_ooms": 1})
+
+
+def test_it_is_asked_before_figures_and_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(2, 2)
+    guard = NonFiniteGuard(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda step: "")
+    guard.check()
+    assert guard.sound(1) is model
+    # In the place of a GPU's allocator, which this machine may lack.
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_ooms": 1})
+    for keep in (guard.check, lambda: guard.sound(1)):
+        with pytest.raises(MachineError, match="another kernel"):
+            keep()
