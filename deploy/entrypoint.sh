@@ -1,5 +1,5 @@
 #!/bin/sh
-# A container's first process: a command of the pipeline by its name, or any other program.
+# The container's entrypoint: runs a command of the pipeline given by name, or any other program.
 set -eu
 case "${1:---help}" in
   --help | prepare | train | evaluate | sync | lead | join | doctor) exec python -m pipeline "$@" ;;

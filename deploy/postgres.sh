@@ -1,9 +1,9 @@
 #!/bin/sh
-# PostgreSQL for MLflow's store: the first start makes the cluster and the database, every start serves it.
+# Starts PostgreSQL for MLflow's store; the first start creates the cluster and the database.
 set -eu
 data=/postgres/data
 if [ ! -e "$data" ]; then
-  # Under another name until all of it is there: a start that is interrupted leaves nothing that a next one would trust.
+  # Created under another name and renamed when complete, so an interrupted first start is simply repeated.
   umask 077
   rm -rf "$data.new" /tmp/password
   printf '%s' "$POSTGRES_PASSWORD" >/tmp/password

@@ -203,3 +203,8 @@ def test_the_image_starts_every_command_by_its_name() -> None:
     (line,) = [line for line in (ROOT / "deploy" / "entrypoint.sh").read_text().splitlines() if ") exec python" in line]
     named = {name.strip() for name in line.split(")")[0].split("|")}
     assert named == {"--help", *COMMANDS}
+
+
+def test_the_image_builds_on_any_base_as_it_names_no_version_of_python_or_postgresql() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    assert not re.findall(r"python-?3\.\d+|postgresql[-/]\d+", text)

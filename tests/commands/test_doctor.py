@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipeline import doctor
@@ -93,6 +94,8 @@ def test_a_check_that_never_returns_is_reported_and_delays_nothing(experiment: E
     pipe = experiment.folder / "gitconfig"
     os.mkfifo(pipe)
     line(ask(experiment, GIT_CONFIG_GLOBAL=str(pipe)), "wrong", "git: no answer")
+    # Nor is the program that hung left behind.
+    assert not [one.pid for one in psutil.process_iter(["cmdline"]) if str(experiment.folder) in (one.info["cmdline"] or [])]
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc here")

@@ -1,6 +1,5 @@
-"""What a user is handed (parameters, receipts, runs, archives) runs no code and writes nowhere else; no credential is told."""
+"""Files from others (parameters, receipts, runs, archives) run no code and write nowhere else; credentials are in no file and no output."""
 
-import ast
 import base64
 import gzip
 import hashlib
@@ -32,14 +31,12 @@ from pipeline.files import Paths, write_checksummed_json
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.mirror_process import address
 from pipeline.training.checkpoint import read_or_rebuild_index
-from tests.kit.experiment import ROOT, Experiment, settings
+from tests.kit.experiment import Experiment, settings
 
 # In an address it is written as p%40ss%2Fs3cret, or by mistake as it is.
 PASSWORD = "p@ss/s3cret"
 BASIC = base64.b64encode(f"somebody:{PASSWORD}".encode()).decode()
 OTHERS = {"MLFLOW_TRACKING_TOKEN": "t0ken-s3cret", "MLFLOW_TRACKING_PASSWORD": "0ther-s3cret", "AWS_SECRET_ACCESS_KEY": "4ws-s3cret"}
-# They read what may be a pickle, or text that is run; `torch.export.load` does both.
-DANGEROUS = {"torch.load", "torch.export.load", "torch.jit.load", "yaml.load", "yaml.unsafe_load", "eval", "exec", "os.system"}
 
 
 def touching(path: Path) -> str:
@@ -52,18 +49,6 @@ class Payload(str):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return eval, (str(self),)
-
-
-@pytest.mark.parametrize("path", sorted([*(ROOT / "pipeline").rglob("*.py"), *(ROOT / "bench").glob("*.py")]), ids=str)
-def test_no_code_here_unpickles_evaluates_text_or_loads_a_program(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            named = {alias.name for alias in node.names} | {getattr(node, "module", None) or ""}
-            assert not named & {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "tarfile", "zipfile"}
-        elif isinstance(node, ast.Call) and not (path.parent.name == "bench" and ast.unparse(node).endswith("weights_only=True)")):
-            assert ast.unparse(node.func) not in DANGEROUS, node.lineno
-            assert not {"allow_pickle", "weights_only"} & {word.arg for word in node.keywords}, node.lineno
-            assert not any(word.arg == "shell" for word in node.keywords), node.lineno
 
 
 def test_images_that_are_a_pickle_are_refused(tmp_path: Path) -> None:

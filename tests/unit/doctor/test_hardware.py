@@ -25,9 +25,9 @@ def test_ranks_that_share_gpus_are_wrong_and_the_fix_is_the_same_experiment() ->
 @pytest.mark.parametrize(
     ("backend", "kind", "words"),
     [
-        ("auto", "wrong", "2 ranks on 1 GPUs, H200 (gloo, bf16): ranks that share a GPU through gloo are slow: set dist.world_size: 1, "),
+        ("auto", "wrong", "2 ranks on 1 GPU, H200 (gloo, bf16): ranks that share a GPU through gloo are slow: set dist.world_size: 1, "),
         ("nccl", "wrong", "nccl wants one each; set world_size: 1, or backend: gloo"),
-        ("gloo", "ok", "2 ranks on 1 GPUs, H200 (gloo, bf16)"),
+        ("gloo", "ok", "2 ranks on 1 GPU, H200 (gloo, bf16)"),
     ],
 )
 def test_two_ranks_on_one_gpu_are_wrong_unless_gloo_is_asked_for(backend: str, kind: str, words: str) -> None:
