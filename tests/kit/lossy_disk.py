@@ -1,8 +1,9 @@
 """A disk that keeps only what was synced: it records what a process does to a folder and lists every state that a power cut could leave.
 
 The rules are those of ALICE (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014), with nothing granted that POSIX does not:
-a file's bytes are certain after fsync of the file; until then they may be missing, zero, cut or have a hole (of two files, one at a time). A name is certain after fsync
-of the folder that holds it; until then each creation, rename and removal may be lost on its own, whatever came before or after it.
+a file's bytes are certain after fsync of the file; until then they may be missing, zero, cut or have a hole (one file at a time). A name is
+certain after fsync of the folder that holds it; until then each creation, rename and removal may be lost on its own, whatever came before
+or after it.
 """
 
 import itertools
@@ -18,6 +19,8 @@ from typing import Any
 # Before each of these the recorder looks at the folder, so that no two of them fall between two looks.
 EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
 ROOT = 0
+# Of so many changes every subset is tried.
+ANY = 5
 
 # A file's bytes and a folder's names, both by number; numbers are never given twice, as those of inodes are.
 Names = dict[str, int]
@@ -91,7 +94,7 @@ class _Disk:
             self.files[change.number] = self.writings.pop(change.number)[-1]
 
     def states(self) -> Iterator[frozenset[tuple[str, bytes | None]]]:
-        for kept in itertools.product([False, True], repeat=len(self.renamings)):
+        for kept in _choices(len(self.renamings)):
             folders = {number: dict(names) for number, names in self.folders.items()}
             for renaming in itertools.compress(self.renamings, kept):
                 _rename(folders, renaming)
@@ -103,7 +106,8 @@ class _Disk:
     def _contents(self, unsure: list[int]) -> Iterator[dict[int, bytes]]:
         """Every file as it was synced or as it was written last, and of these one at a time torn in every way."""
         ends = [(self.files.get(number, b""), self.writings[number][-1]) for number in unsure]
-        for whole in itertools.product(*ends):
+        for written in _choices(len(unsure)):
+            whole = [end[at] for end, at in zip(ends, written, strict=True)]
             contents = self.files | dict(zip(unsure, whole, strict=True))
             yield contents
             for number in unsure:
@@ -112,16 +116,31 @@ class _Disk:
     def _walk(self, folders: dict[int, Names], folder: int, prefix: str) -> Iterator[tuple[str, int]]:
         for name, number in folders.get(folder, {}).items():
             yield prefix + name, number
+            if name.startswith(".") and number in self.is_folder:
+                # A scratch folder: nobody looks into it.
+                continue
             yield from self._walk(folders, number, f"{prefix}{name}/")
 
     def _torn(self, number: int) -> set[bytes]:
         synced, written = self.files.get(number, b""), self.writings[number]
         newest = written[-1]
-        # Of a file that has grown, only the new part is at risk.
-        sure = len(synced) if newest.startswith(synced) else 0
+        # What was never rewritten is not at risk.
+        sure = len(os.path.commonprefix([synced, *written]))
         half = sure + (len(newest) - sure) // 2
         hole = newest[:sure] + bytes(half - sure) + newest[half:]
         return {*written, newest[:half], newest[:sure] + bytes(len(newest) - sure), hole}
+
+
+def _choices(count: int) -> Iterator[tuple[bool, ...]]:
+    """What may have reached the disk of so many changes: any of them; of more than five, the first ones, and all or none but two."""
+    if count <= ANY:
+        yield from itertools.product([False, True], repeat=count)
+        return
+    numbers = range(count)
+    yield from (tuple(one < first for one in numbers) for first in range(count + 1))
+    for two in itertools.combinations_with_replacement(numbers, 2):
+        yield tuple(one in two for one in numbers)
+        yield tuple(one not in two for one in numbers)
 
 
 def _rename(folders: dict[int, Names], renaming: Renaming) -> None:
@@ -144,7 +163,7 @@ class Recording:
         self._root, self._honours = root, honours
         self.changes: list[Renaming | Writing | Syncing | Note] = []
         self._numbers: dict[int, int] = {}
-        self._next = 1
+        self._next, self._certain = 1, 0
         self._folders: dict[int, Names] = {ROOT: {}}
         self._content: dict[int, bytes] = {}
         self._looking = False
@@ -158,17 +177,19 @@ class Recording:
         """Take what the folder holds now for certain."""
         self._look()
         self.changes += [Syncing(number) for number in (*self._folders, *self._content)]
+        self._certain = len(self.changes)
 
     def crash_states(self) -> list[CrashState]:
         """Return each state once, with the last note after which a power cut could have left it."""
         found: dict[frozenset[tuple[str, bytes | None]], int] = {}
         disk, note = _Disk(is_folder=self._seen_folders), -1
-        for change in self.changes:
+        for position, change in enumerate(self.changes):
             if isinstance(change, Note):
                 note = change.value
             else:
                 disk.apply(change)
-            found |= dict.fromkeys(disk.states(), note)
+            if position >= self._certain:
+                found |= dict.fromkeys(disk.states(), note)
         return [CrashState(tree, note) for tree, note in found.items()]
 
     def __enter__(self) -> "Recording":
@@ -212,7 +233,9 @@ class Recording:
 
     def _read(self, folder: Path, number: int, folders: dict[int, Names], content: dict[int, bytes], seen: set[int]) -> None:
         folders[number] = {}
-        for entry in os.scandir(folder):
+        with os.scandir(folder) as entries:
+            found = list(entries)
+        for entry in found:
             inode = entry.inode()
             seen.add(inode)
             if inode not in self._numbers:
