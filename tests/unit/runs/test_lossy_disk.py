@@ -18,7 +18,8 @@ from pipeline.job import Job
 from pipeline.runs.resume import import_run
 from pipeline.training import checkpoint
 from tests.kit.experiment import settings
-from tests.kit.lossy_disk import CrashState, Recording, only_files, only_folders
+from tests.kit.lossy_disk import CrashState
+from tests.kit.lossy_recording import Recording, only_files, only_folders
 from tests.kit.lossy_training import train
 
 # In memory: nothing here rests on the disk below.
