@@ -123,7 +123,7 @@ def last(path: Path, *kinds: str) -> dict[str, Any]:
 
 
 def _is_torn(line: bytes) -> bool:
-    """Whether a line was not written whole: a kill leaves half of it, a power cut also zeros in its place, maybe with whole lines behind."""
+    """Return True if a line was not written whole: a kill leaves half of it, a power cut also zeros, even before whole lines."""
     return not line.endswith(b"\n") or b"\0" in line
 
 

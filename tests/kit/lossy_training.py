@@ -1,6 +1,7 @@
-"""A training of six numbers that takes milliseconds: the product's loop, journal, checkpoints and files, around gradients that are made up."""
+"""A training of six numbers in milliseconds: the product's loop, journal, checkpoints and files, around gradients that are made up."""
 
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,8 @@ class Told(Checkpoints):
         self.states[self.restored] = state_of(model, optimizer)
         return self.restored
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-        told = super().save(step, model, optimizer)
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, validation_due: bool = False) -> bool:
+        told = super().save(step, model, optimizer, validation_due)
         self.states[step] = state_of(model, optimizer)
         self._returned(step)
         return told
@@ -111,10 +112,10 @@ class Told(Checkpoints):
 
 def train(run: Path, keep: int = 2, steps: int | None = None, saved: Callable[[int], None] = lambda step: None) -> Told:
     """Do to a run's folder what a start of the train stage does, in its order; returns its checkpoints."""
-    with run_lock(run / "lock"):
+    with run_lock(run / "lock"), ExitStack() as opened:
         write_identity(run, {"seed": 1})
         index.newest(run)
-        journal = Journal(run / "journal.jsonl")
+        journal = opened.enter_context(closing(Journal(run / "journal.jsonl")))
         if not journals.last(run / "journal.jsonl", "run"):
             journal.event("run", id="x", experiment="lossy", name="lossy", params={}, tags={})
         journal.event("started", stage="train", tags={})
@@ -123,27 +124,25 @@ def train(run: Path, keep: int = 2, steps: int | None = None, saved: Callable[[i
         found = _as_rank(run, keep, steps, saved)
         journal.event("ended", stage="train", outcome="done" if steps is None else "stopped", cause="")
         Outcome("done", 0, "", None, STEPS.total, None, "").write(run)
-        journal.close()
     return found
 
 
 def _as_rank(run: Path, keep: int, steps: int | None, saved: Callable[[int], None]) -> Told:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-    journal = Journal(run / "journal.jsonl")
     found = Told(run / "checkpoints", keep, run / "journal.jsonl", saved)
     gradients = Gradients(model)
-    parts = loop.Parts(
-        strategy=gradients,
-        optimizer=optimizer,
-        guard=NonFiniteGuard(model, optimizer, lambda step: ""),
-        schedule=Schedule("cosine", 0.1, 1, STEPS.total),
-        checkpoints=found,
-        journal=journal,
-        stop=Stop(steps),
-        validate=lambda model: Result(0.5, CORRECT[gradients.done], 10, 10, torch.zeros(2, 2)),
-    )
-    step = loop.run(model, STEPS, parts)
-    journal.event("finished" if step == STEPS.total else "stopped", step=step)
-    journal.close()
+    with closing(Journal(run / "journal.jsonl")) as journal:
+        parts = loop.Parts(
+            strategy=gradients,
+            optimizer=optimizer,
+            guard=NonFiniteGuard(model, optimizer, lambda step: ""),
+            schedule=Schedule("cosine", 0.1, 1, STEPS.total),
+            checkpoints=found,
+            journal=journal,
+            stop=Stop(steps),
+            validate=lambda model: Result(0.5, CORRECT[gradients.done], 10, 10, torch.zeros(2, 2)),
+        )
+        step, done = loop.run(model, STEPS, parts)
+        journal.event("finished" if done else "stopped", step=step)
     return found
