@@ -186,9 +186,8 @@ def _of_expression(node: ast.expr, parent: ast.AST) -> Iterator[ast.expr]:
     elif isinstance(node, ast.Dict):
         for index in range(len(node.keys)):
             yield _with(node, keys=_without(node.keys, index), values=_without(node.values, index))
-    elif isinstance(node, ast.List | ast.Tuple | ast.Set) and not isinstance(getattr(node, "ctx", None), ast.Store):
-        if len(node.elts) > 1:
-            yield from (_with(node, elts=_without(node.elts, index)) for index in range(len(node.elts)))
+    elif isinstance(node, ast.Set) or (isinstance(node, ast.List | ast.Tuple) and isinstance(node.ctx, ast.Load) and len(node.elts) > 1):
+        yield from (_with(node, elts=_without(node.elts, index)) for index in range(len(node.elts)))
 
 
 def _of_call(node: ast.Call, parent: ast.AST) -> Iterator[ast.expr]:

@@ -43,7 +43,7 @@ def test_a_lane_gives_the_sum_of_its_losses_and_its_row_of_loss_and_right_answer
 
 def test_right_answers_are_those_with_the_largest_output() -> None:
     task = made()
-    images, labels = batch(0, 0)
+    _, labels = batch(0, 0)
     right = Task(lambda _: nn.functional.one_hot(labels, 7).float(), batch, 3, 0.0, nullcontext)
     assert right.forward(right.model, 0, 0)[1][1].item() == 5
     wrong = Task(lambda _: -nn.functional.one_hot(labels, 7).float(), batch, 3, 0.0, nullcontext)

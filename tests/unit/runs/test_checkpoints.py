@@ -179,4 +179,5 @@ def test_that_none_is_left_is_an_error_of_the_machine_with_its_cure(tmp_path: Pa
     assert isinstance(error, MachineError)
     cure = f"; move {tmp_path} away to train from the beginning"
     assert str(error) == f"{tmp_path}/checkpoints: no good checkpoint is left of 2{cure}"
-    assert str(none_left(tmp_path / "checkpoints", 0)) == f"{tmp_path}/checkpoints: no good checkpoint is left, and the journal tells of some{cure}"
+    told = f"{tmp_path}/checkpoints: no good checkpoint is left, and the journal tells of some{cure}"
+    assert str(none_left(tmp_path / "checkpoints", 0)) == told
