@@ -122,7 +122,8 @@ def _left_alone(node: ast.AST, parent: ast.AST, field: str, above: list[ast.AST]
         return True
     if isinstance(parent, ast.Module) and isinstance(node, ast.Assign):
         # A type, or the name under which a module logs.
-        return isinstance(node.value, ast.Subscript) or ast.unparse(node.value).startswith(("TypeVar(", "logging.getLogger("))
+        is_type = isinstance(node.value, ast.Subscript) and not isinstance(node.value.slice, ast.Slice)
+        return is_type or ast.unparse(node.value).startswith(("TypeVar(", "logging.getLogger("))
     if field in ("annotation", "returns"):
         reads_annotations = isinstance(parent, ast.AnnAssign) and isinstance(above[-1], ast.ClassDef) and bool(above[-1].bases)
         return not reads_annotations
