@@ -43,6 +43,7 @@ SAID = [
     ({"train": {"learning_rate": "inf"}}, "train.learning_rate: 'inf' is text, not a number"),
     ({"train": {"epochs": 0}}, "train.epochs: 0 is wrong; it must be greater than or equal to 1"),
     ({"train": {"epochs": [1]}}, "train.epochs: [1] is wrong; it must be a valid integer"),
+    ({"dist": {"lanes_per_rank": [1, 3.5]}}, "dist.lanes_per_rank.1: 3.5 is wrong; it must be a valid integer"),
     ({"data": "none"}, "data: 'none' is wrong; it must be a section like Data"),
     ({"model": {"name": 1}}, "model.name: 1 is wrong; it must be a valid string"),
     ({"tracking": {"experiment": ""}}, "tracking.experiment: '' is wrong; it string should have at least 1 character"),
@@ -89,6 +90,7 @@ def test_a_file_is_read_as_utf_8(tmp_path: Path) -> None:
 
 def test_an_unknown_name_is_answered_with_the_nearest_or_with_all() -> None:
     catalogue = ["fashion-mnist", "cifar10", "stl10"]
+    assert isinstance(unknown("data.name", "fashion-minst", catalogue), ConfigError)
     assert str(unknown("data.name", "fashion-minst", catalogue)) == "data.name: 'fashion-minst' is unknown; did you mean fashion-mnist?"
     assert str(unknown("data.name", "stl1", catalogue)) == "data.name: 'stl1' is unknown; did you mean stl10?"
     assert str(unknown("data.name", "imagenet", catalogue)) == "data.name: 'imagenet' is unknown; known: fashion-mnist, cifar10, stl10"

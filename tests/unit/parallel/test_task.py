@@ -105,6 +105,10 @@ def test_totals_are_means_over_the_global_batch_and_the_same_on_any_ranks(
     assert all(found == alone for found in thread_ranks(len(per_rank), totals, per_rank))
 
 
+def test_every_rank_knows_how_many_lanes_there_are() -> None:
+    assert [Lanes([1, 2, 3], rank, 48).count for rank in range(3)] == [6, 6, 6]
+
+
 def test_the_last_blocks_are_added_first() -> None:
     assert fold([(0, 4, "a"), (4, 2, "b"), (6, 1, "c")], lambda left, right: f"({left}+{right})") == "(a+(b+c))"
 
