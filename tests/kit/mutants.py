@@ -105,8 +105,8 @@ def _walk(parent: ast.AST, scope: str, above: list[ast.AST], bound: set[str]) ->
             shown = node
             if isinstance(node, ast.Constant | ast.Name | ast.Slice | ast.FormattedValue | ast.comprehension):
                 # Alone it would not tell where.
-                shown = next((one for one in [*above[::-1]] if isinstance(one, ast.expr) and not isinstance(one, ast.Slice)), node)
-                shown = parent if isinstance(parent, ast.expr) and not isinstance(parent, ast.Slice) else shown
+                around = [one for one in (*above, parent) if isinstance(one, ast.expr) and not isinstance(one, ast.Slice | ast.UnaryOp)]
+                shown = around[-1] if around else node
             for replacement in _replacements(node, parent, names):
                 ast.fix_missing_locations(ast.copy_location(replacement, node))
                 yield inner, shown, Mutant("", getattr(node, "lineno", getattr(parent, "lineno", 0)), parent, field, index, replacement)

@@ -100,6 +100,7 @@ def test_totals_are_means_over_the_global_batch_and_the_same_on_any_ranks(
     per_rank: list[int], thread_ranks: Callable[..., list[Any]]
 ) -> None:
     (alone,) = thread_ranks(1, totals, [6])
+    assert all(type(value) is float for value in alone.values())
     assert alone["train/accuracy"] == 15 / 48
     assert math.isclose(alone["train/loss"], 11111.1 / 48)
     assert all(found == alone for found in thread_ranks(len(per_rank), totals, per_rank))
