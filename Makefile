@@ -5,7 +5,7 @@ READY := .venv/.ready
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup repro test test-fast lint lock audit golden faults chaos bench up ui
+.PHONY: help setup repro test test-fast lint lock audit golden faults chaos mutate bench up ui
 
 help: ## print this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ N ?= 100
 
 chaos: $(READY) ## N faults at random points of small runs; SEED repeats a campaign
 	@python -m tests.faults.chaos --seed $(SEED) --faults $(N)
+
+mutate: $(READY) ## break modules in every small way, one at a time: do their tests notice? MODULE=config for one; an hour for all
+	@python -m tests.kit.mutation $(MODULE)
 
 bench: $(READY) ## what a step, a start and a no-op cost, and against whom
 	@python bench/run.py

@@ -19,9 +19,9 @@ from tests.kit.compose import IMAGE, USER, Project, sh
 from tests.kit.experiment import LONGER, ROOT, Experiment, clean_environment
 from tests.kit.groups import run_ranks
 from tests.kit.skips import NO_GPU, pytest_sessionfinish
-from tests.kit.threads import thread_ranks
+from tests.kit.threads import alone, thread_ranks
 
-__all__ = ["pytest_sessionfinish", "run_ranks", "thread_ranks"]
+__all__ = ["alone", "pytest_sessionfinish", "run_ranks", "thread_ranks"]
 
 # As ranks have it: kernels round differently with another number of threads.
 torch.set_num_threads(1)

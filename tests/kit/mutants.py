@@ -105,8 +105,8 @@ def _walk(parent: ast.AST, scope: str, above: list[ast.AST], bound: set[str]) ->
             shown = node
             if isinstance(node, ast.Constant | ast.Name | ast.Slice | ast.FormattedValue | ast.comprehension):
                 # Alone it would not tell where.
-                shown = next((one for one in [*above[::-1]] if isinstance(one, ast.expr) and not isinstance(one, ast.Slice)), node)
-                shown = parent if isinstance(parent, ast.expr) and not isinstance(parent, ast.Slice) else shown
+                around = [one for one in (*above, parent) if isinstance(one, ast.expr) and not isinstance(one, ast.Slice | ast.UnaryOp)]
+                shown = around[-1] if around else node
             for replacement in _replacements(node, parent, names):
                 ast.fix_missing_locations(ast.copy_location(replacement, node))
                 yield inner, shown, Mutant("", getattr(node, "lineno", getattr(parent, "lineno", 0)), parent, field, index, replacement)
@@ -122,7 +122,8 @@ def _left_alone(node: ast.AST, parent: ast.AST, field: str, above: list[ast.AST]
         return True
     if isinstance(parent, ast.Module) and isinstance(node, ast.Assign):
         # A type, or the name under which a module logs.
-        return isinstance(node.value, ast.Subscript) or ast.unparse(node.value).startswith(("TypeVar(", "logging.getLogger("))
+        is_type = isinstance(node.value, ast.Subscript) and not isinstance(node.value.slice, ast.Slice)
+        return is_type or ast.unparse(node.value).startswith(("TypeVar(", "logging.getLogger("))
     if field in ("annotation", "returns"):
         reads_annotations = isinstance(parent, ast.AnnAssign) and isinstance(above[-1], ast.ClassDef) and bool(above[-1].bases)
         return not reads_annotations
@@ -186,9 +187,8 @@ def _of_expression(node: ast.expr, parent: ast.AST) -> Iterator[ast.expr]:
     elif isinstance(node, ast.Dict):
         for index in range(len(node.keys)):
             yield _with(node, keys=_without(node.keys, index), values=_without(node.values, index))
-    elif isinstance(node, ast.List | ast.Tuple | ast.Set) and not isinstance(getattr(node, "ctx", None), ast.Store):
-        if len(node.elts) > 1:
-            yield from (_with(node, elts=_without(node.elts, index)) for index in range(len(node.elts)))
+    elif isinstance(node, ast.Set) or (isinstance(node, ast.List | ast.Tuple) and isinstance(node.ctx, ast.Load) and len(node.elts) > 1):
+        yield from (_with(node, elts=_without(node.elts, index)) for index in range(len(node.elts)))
 
 
 def _of_call(node: ast.Call, parent: ast.AST) -> Iterator[ast.expr]:

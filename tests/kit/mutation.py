@@ -33,7 +33,7 @@ from tests.kit.mutants import Mutant, mutants
 
 ROOT = Path(__file__).parents[2]
 LIST = ROOT / "tests" / "mutation.yaml"
-OPTIONS = ["-x", "-q", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", "-m", "not slow and not docker and not gpu"]
+OPTIONS = ["-x", "-q", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", "--hypothesis-profile=mutation", "-m", "not slow"]
 SPARE_BYTES = 4 << 30
 
 
@@ -74,11 +74,11 @@ class Mutated(SourceFileLoader):
 def load(tests: list[str]) -> None:
     """Import all that the tests import, and forget what is ours: a fork imports that anew, changed."""
     # The first example that fails is enough: no time goes into a smaller one.
-    hypothesis.settings.register_profile("mutation", phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate], database=None)
-    hypothesis.settings.load_profile("mutation")
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile("mutation", derandomize=True, database=None, deadline=None, max_examples=100, phases=phases)
     # DDP loads it when it is first built.
     importlib.import_module("torch._dynamo")
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         pytest.main([*OPTIONS, "--collect-only", *tests])
     for name in [name for name in sys.modules if name.split(".")[0] in ("pipeline", "tests")]:
         if name not in (__name__, Mutant.__module__):

@@ -57,3 +57,12 @@ def thread_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
         return results
 
     return run
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ranks.Ranks]:
+    """The only rank of a group, in the main thread, which alone has signals."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    group = ranks.join("cpu", "gloo", ranks.Rendezvous(FileStore(str(tmp_path / "alone"), 1), 0, 1), 5)
+    yield group
+    ranks.leave(group)

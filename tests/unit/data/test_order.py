@@ -32,6 +32,12 @@ def test_every_purpose_has_draws_of_its_own() -> None:
     assert torch.equal(torch.rand(4, generator=generator(1, "order", 0)), torch.rand(4, generator=generator(1, "order", 0)))
 
 
+def test_a_purpose_leaves_the_draws_of_others_alone() -> None:
+    torch.manual_seed(7)
+    generator(1, "order", 0)
+    assert torch.initial_seed() == 7
+
+
 def test_lanes_of_unequal_size_are_refused() -> None:
     with pytest.raises(AssertionError):
         Order(seed=5, count=103, global_batch=20, pieces=3)

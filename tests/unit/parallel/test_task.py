@@ -43,7 +43,7 @@ def test_a_lane_gives_the_sum_of_its_losses_and_its_row_of_loss_and_right_answer
 
 def test_right_answers_are_those_with_the_largest_output() -> None:
     task = made()
-    images, labels = batch(0, 0)
+    _, labels = batch(0, 0)
     right = Task(lambda _: nn.functional.one_hot(labels, 7).float(), batch, 3, 0.0, nullcontext)
     assert right.forward(right.model, 0, 0)[1][1].item() == 5
     wrong = Task(lambda _: -nn.functional.one_hot(labels, 7).float(), batch, 3, 0.0, nullcontext)
@@ -100,9 +100,14 @@ def test_totals_are_means_over_the_global_batch_and_the_same_on_any_ranks(
     per_rank: list[int], thread_ranks: Callable[..., list[Any]]
 ) -> None:
     (alone,) = thread_ranks(1, totals, [6])
+    assert all(type(value) is float for value in alone.values())
     assert alone["train/accuracy"] == 15 / 48
     assert math.isclose(alone["train/loss"], 11111.1 / 48)
     assert all(found == alone for found in thread_ranks(len(per_rank), totals, per_rank))
+
+
+def test_every_rank_knows_how_many_lanes_there_are() -> None:
+    assert [Lanes([1, 2, 3], rank, 48).count for rank in range(3)] == [6, 6, 6]
 
 
 def test_the_last_blocks_are_added_first() -> None:

@@ -141,15 +141,16 @@ def test_a_figure_of_a_step_that_is_known_is_written_neither_twice_nor_again_aft
 
 def test_sync_waits_until_the_file_is_on_the_disk_and_close_lets_go_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def held() -> list[str]:
-        return [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        return [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
 
     synced: list[str] = []
     fsync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(str(Path(f"/proc/self/fd/{file}").readlink())), fsync(file)))
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
+    assert synced[-1] == str(tmp_path), "a name that is lost takes the content with it"
     journal.sync()
-    assert synced == [str(path)]
+    assert synced[-1] == str(path)
     assert str(path) in held()
     journal.close()
     assert str(path) not in held()
@@ -185,6 +186,19 @@ def test_a_line_that_was_cut_is_not_read_and_the_next_one_stands_alone(tmp_path:
     assert [line["kind"] for line in read(path)] == ["started"]
     Journal(path).event("finished")
     assert [line["kind"] for line in read(path)] == ["started", "finished"]
+
+
+def test_what_a_power_cut_left_as_zeros_is_not_read_and_is_cut_off_with_all_that_lies_behind(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    whole = b'{"kind": "started"}\n{"kind": "kept"}\n'
+    path.write_bytes(whole + b'\0\0\0"}\n{"kind": "stopped"}\n')
+    tail = Tail(path)
+    assert [line["kind"] for line in tail] == ["started", "kept"]
+    assert tail.offset == len(whole)
+    Journal(path).close()
+    assert path.read_bytes() == whole
+    Journal(path).close()
+    assert path.read_bytes() == whole
 
 
 def test_a_journal_of_one_cut_line_begins_anew(tmp_path: Path) -> None:

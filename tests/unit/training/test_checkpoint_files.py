@@ -1,0 +1,246 @@
+"""What a checkpoint's file says of itself, what is listed of it, and what is restored from it."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load
+from safetensors.torch import save as plain_save
+from torch import Tensor, nn
+
+from pipeline.config import MachineError
+from pipeline.heartbeat import COMPUTING, FORM, Heartbeat
+from pipeline.ranks import Ranks
+from pipeline.runs.checkpoints import read_index
+from pipeline.training.checkpoint import Checkpoints, _laid_out_like, facts_of, packed, proven, weights_sha256
+from tests.unit.training.test_checkpoint import SingleNode, descend, parts
+
+TENSORS: dict[str, Tensor] = {
+    "b": torch.arange(6.0).view(2, 3).t(),
+    "a": nn.Parameter(torch.ones(2, dtype=torch.bfloat16)),
+    "c": torch.empty(0),
+    "d": torch.tensor(3),
+}
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def test_the_digest_of_a_model_is_the_one_of_earlier_versions() -> None:
+    """Receipts and MLflow hold it: name, type, shape and bytes, in the order of names."""
+    plain = [
+        b"a torch.bfloat16 [2]\n\x80\x3f\x80\x3f",
+        b"b torch.float32 [3, 2]\n" + torch.tensor([0.0, 3, 1, 4, 2, 5]).numpy().tobytes(),
+        b"c torch.float32 [0]\n",
+        b"d torch.int64 []\n\x03" + bytes(7),
+    ]
+    assert weights_sha256(TENSORS) == sha256(b"".join(plain))
+
+
+def test_a_file_holds_its_tensors_and_what_is_known_of_them() -> None:
+    content = packed(TENSORS, step="7", accuracy="0.5")
+    assert weights_sha256(load(content)) == weights_sha256(TENSORS)
+    assert {name: value for name, value in facts_of(content).items() if name != "digest"} == {"step": "7", "accuracy": "0.5"}
+    assert proven(content) == {"step": "7", "accuracy": "0.5"}
+    assert packed(TENSORS, accuracy="0.5", step="7") != content
+    assert facts_of(packed(TENSORS, accuracy="0.5", step="7"))["digest"] == facts_of(content)["digest"]
+
+
+def test_the_digest_in_a_file_is_the_one_of_earlier_versions() -> None:
+    plain = json.dumps([weights_sha256(TENSORS), {"accuracy": "0.5", "step": "7"}])
+    assert facts_of(packed(TENSORS, step="7", accuracy="0.5"))["digest"] == sha256(plain.encode())
+
+
+def with_header(header: Any) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        packed(TENSORS, step="7")[:-1],
+        packed(TENSORS, step="7") + b"\0",
+        packed(TENSORS, step="7").replace(b'step\\": \\"7', b'step\\": \\"8'),
+        packed(TENSORS, step="7")[:-1] + b"\x01",
+        plain_save({"a": torch.ones(1)}),
+        plain_save({"a": torch.ones(1)}, {"other": "{}"}),
+        plain_save({"a": torch.ones(1)}, {"lockstep": "{}"}),
+        plain_save({"a": torch.ones(1)}, {"lockstep": "not JSON"}),
+        plain_save({"a": torch.ones(1)}, {"lockstep": "1"}),
+        with_header([]),
+        with_header(b"\xff{"),
+    ],
+    ids=range(12),
+)
+def test_a_file_that_is_not_whole_proves_nothing(content: bytes) -> None:
+    assert proven(content) is None
+
+
+def saved(folder: Path, *steps: int, keep: int = 3, journal: Path | None = None) -> Checkpoints:
+    model, optimizer = parts()
+    checkpoints = Checkpoints(folder, keep, SingleNode(), journal)
+    for step in steps:
+        descend(model, optimizer, range(step - 1, step))
+        checkpoints.save(step, model, optimizer)
+    return checkpoints
+
+
+def listed_steps(folder: Path) -> list[int]:
+    index = read_index(folder)
+    assert index is not None
+    return [entry["step"] for entry in index["checkpoints"]]
+
+
+def test_an_entry_names_the_file_its_digest_and_what_of_the_journal_it_goes_with(tmp_path: Path) -> None:
+    journal = tmp_path / "journal.jsonl"
+    journal.write_text('{"kind": "started"}\n')
+    saved(tmp_path, 3, journal=journal)
+    content = (tmp_path / "step-00000003.safetensors").read_bytes()
+    told = [journal.stat().st_size, sha256(journal.read_bytes())]
+    expected = {"step": 3, "file": "step-00000003.safetensors", "sha256": sha256(content), "journal": told}
+    assert read_index(tmp_path) == {"checkpoints": [expected]}
+    assert proven(content) == {"step": "3", "best": "null"}
+
+
+def test_a_step_is_saved_once_and_rank_0_is_told_when_the_journal_knows_of_none(tmp_path: Path) -> None:
+    model, optimizer = parts()
+    checkpoints = Checkpoints(tmp_path, 3, SingleNode())
+    assert checkpoints.restore(model, optimizer) == 0
+    assert checkpoints.save(3, model, optimizer)
+    path = tmp_path / "step-00000003.safetensors"
+    path.unlink()
+    assert not checkpoints.save(3, model, optimizer)
+    assert not path.exists()
+    assert not checkpoints.save(4, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("lines", "to_tell"), [("", True), ('{"kind": "started"}\n', True), ('{"kind": "kept"}\n{"kind": "started"}\n', False)]
+)
+def test_a_resumed_run_tells_its_journal_of_a_first_checkpoint_only_if_that_knows_of_none(
+    lines: str, to_tell: bool, tmp_path: Path
+) -> None:
+    journal = tmp_path / "journal.jsonl"
+    journal.write_text(lines)
+    saved(tmp_path, 3, journal=journal)
+    checkpoints = Checkpoints(tmp_path, 3, SingleNode(), journal)
+    model, optimizer = parts()
+    assert checkpoints.restore(model, optimizer) == 3
+    assert not checkpoints.save(3, model, optimizer)
+    assert checkpoints.save(4, model, optimizer) == to_tell
+
+
+def test_no_checkpoint_where_the_journal_tells_of_one_is_an_error(tmp_path: Path) -> None:
+    journal = tmp_path / "journal.jsonl"
+    journal.write_text('{"kind": "kept"}\n')
+    with pytest.raises(MachineError, match="no good checkpoint is left, and the journal tells of some"):
+        Checkpoints(tmp_path / "checkpoints", 3, SingleNode(), journal).restore(*parts())
+
+
+def test_a_checkpoint_that_the_journal_does_not_reach_is_refused(tmp_path: Path) -> None:
+    journal = tmp_path / "journal.jsonl"
+    journal.write_text('{"kind": "started"}\n')
+    saved(tmp_path, 3, journal=journal)
+    journal.write_text("")
+    with pytest.raises(MachineError, match="no good checkpoint is left of 1"):
+        Checkpoints(tmp_path, 3, SingleNode(), journal).restore(*parts())
+
+
+@pytest.mark.parametrize("due", [True, False])
+def test_a_validation_that_is_due_is_remembered(due: bool, tmp_path: Path) -> None:
+    model, optimizer = parts()
+    Checkpoints(tmp_path, 3, SingleNode()).save(3, model, optimizer, validation_due=due)
+    checkpoints = Checkpoints(tmp_path, 3, SingleNode())
+    assert not checkpoints.validation_due
+    checkpoints.restore(model, optimizer)
+    assert checkpoints.validation_due == due
+    assert not Checkpoints(tmp_path, 3, SingleNode()).validation_due
+
+
+def test_a_save_without_a_word_of_a_validation_has_none_due(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 3)
+    checkpoints.restore(*parts())
+    assert not checkpoints.validation_due
+
+
+def test_a_save_beats(tmp_path: Path) -> None:
+    class Alone(SingleNode):
+        heartbeat = Heartbeat(None)
+
+    model, optimizer = parts()
+    Checkpoints(tmp_path, 3, Alone()).save(3, model, optimizer)
+    _, _, _, phase, beats, _ = FORM.unpack(Alone.heartbeat._shown[: FORM.size])
+    assert (phase, beats >= 1) == (COMPUTING, True)
+
+
+def test_what_was_refused_when_a_run_went_on_is_listed_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, 1, 3, 6, 9)
+    for step in (6, 9):
+        (tmp_path / f"step-{step:08d}.safetensors").write_bytes(b"")
+    checkpoints = Checkpoints(tmp_path, 3, SingleNode())
+    model, optimizer = parts()
+    assert checkpoints.restore(model, optimizer) == 3
+    assert f"going on from {tmp_path}/step-00000003.safetensors" in caplog.text
+    checkpoints.save(8, model, optimizer)
+    assert listed_steps(tmp_path) == [3, 8]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000003.safetensors", "step-00000008.safetensors"]
+
+
+def test_the_newest_is_taken_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, 1, 3)
+    assert Checkpoints(tmp_path, 3, SingleNode()).restore(*parts()) == 3
+    assert caplog.text == ""
+
+
+def test_without_a_restore_only_older_steps_stay_listed(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 4, 6)
+    saved(tmp_path, 4)
+    assert listed_steps(tmp_path) == [2, 4]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+    ],
+    ids=["sgd", "momentum", "adamw"],
+)
+def test_every_rank_goes_on_with_the_bits_that_rank_0_saved(
+    build: Callable[..., torch.optim.Optimizer], tmp_path: Path, thread_ranks: Callable[..., list[Any]]
+) -> None:
+    model, optimizer = parts()[0], None
+    optimizer = build(model.parameters())
+    descend(model, optimizer, range(3))
+    start = [(parts()[0], None) for _ in range(2)]
+    start = [(one, build(one.parameters())) for one, _ in start]
+
+    def work(group: Ranks) -> int:
+        folder = tmp_path / str(group.rank)
+        Checkpoints(folder, 3, group).save(3, model, optimizer)
+        return Checkpoints(folder, 3, group).restore(*start[group.rank])
+
+    assert thread_ranks(2, work) == [3, 3]
+    assert not (tmp_path / "1").exists()
+    descend(model, optimizer, range(3, 6))
+    for other, others in start:
+        descend(other, others, range(3, 6))
+        assert weights_sha256(other.state_dict()) == weights_sha256(model.state_dict())
+
+
+def test_the_state_of_an_optimizer_takes_the_memory_order_of_its_weights_and_keeps_its_type() -> None:
+    weights = torch.zeros(2, 3, 4, 4, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    value = torch.randn(2, 3, 4, 4)
+    found = _laid_out_like(weights, value)
+    assert torch.equal(found, value)
+    assert (found.stride(), found.dtype) == (weights.stride(), torch.float32)
+    step = torch.tensor(3.0)
+    assert _laid_out_like(weights, step) is step

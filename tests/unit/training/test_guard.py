@@ -1,0 +1,135 @@
+"""Divergence: no update touches a weight after a gradient that is not finite, and nothing that is not finite is kept."""
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.parallel.lanes import Lanes, Task
+from pipeline.ranks import Ranks
+from pipeline.training.guard import CURE, Diverged, NonFiniteGuard, finite, write_down
+
+
+class Trained:
+    """A model, its fused optimizer and their guard, which steps by gradients that are given."""
+
+    def __init__(self, kind: str = "sgd"):
+        self.model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.model[0].bias.requires_grad_(False)
+        parameters = [one for one in self.model.parameters() if one.requires_grad]
+        build = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[kind]
+        self.optimizer = build(parameters, lr=0.1, fused=True, **({"momentum": 0.9} if kind == "sgd" else {}))
+        self.guard = NonFiniteGuard(self.model, self.optimizer, lambda step: f"explained {step}")
+
+    def step(self, value: float) -> None:
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.ones_like(parameter)
+        self.model[0].weight.grad[1, 0] = value
+        self.guard.look()
+        self.optimizer.step()
+
+    def weights(self) -> list[float]:
+        return self.model[0].weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_no_weight_is_updated_from_the_first_bad_gradient_on_and_its_step_is_named(kind: str, value: float) -> None:
+    trained = Trained(kind)
+    trained.guard.start(40)
+    for _ in range(3):
+        trained.step(1.0)
+    trained.guard.check()
+    before = trained.weights()
+    trained.step(value)
+    trained.step(1.0)
+    assert trained.weights() == before
+    found = "the gradient of step 43 is not finite, and no weight was updated since"
+    for ask in (trained.guard.check, lambda: trained.guard.sound(45)):
+        with pytest.raises(Diverged, match=f"^training diverged: {found}; explained 43; {CURE}$"):
+            ask()
+
+
+def test_a_guard_that_starts_again_counts_from_there() -> None:
+    trained = Trained()
+    trained.step(1.0)
+    trained.guard.start(7)
+    trained.step(math.nan)
+    with pytest.raises(Diverged, match="the gradient of step 7 "):
+        trained.guard.check()
+
+
+def test_a_guard_that_was_not_told_counts_from_0() -> None:
+    trained = Trained()
+    trained.step(math.nan)
+    with pytest.raises(Diverged, match="the gradient of step 0 "):
+        trained.guard.check()
+
+
+def test_finite_gradients_change_weights_and_are_sound() -> None:
+    trained = Trained()
+    before = trained.weights()
+    trained.step(1.0)
+    assert trained.weights() != before
+    assert trained.guard.sound(1) is trained.model
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nothing_that_is_not_finite_is_kept(value: float) -> None:
+    for name, damage in {
+        "0.weight": lambda one: one.model[0].weight.data,
+        "1.running_mean": lambda one: one.model[1].running_mean,
+        "optimizer.1.momentum_buffer": lambda one: one.optimizer.state_dict()["state"][1]["momentum_buffer"],
+    }.items():
+        trained = Trained()
+        trained.step(1.0)
+        damage(trained).view(-1)[0] = value
+        with pytest.raises(Diverged, match=f"^training diverged: {name} holds NaN or infinity after step 9; {CURE}$"):
+            trained.guard.sound(9)
+
+
+def test_figures_are_returned_if_they_are_finite() -> None:
+    figures = {"train/loss": 0.5, "train/accuracy": 0.0}
+    assert finite(figures, 3) is figures
+    with pytest.raises(Diverged, match=f"^training diverged: train/loss is nan at step 3; {CURE}$"):
+        finite({"train/accuracy": 0.5, "train/loss": math.nan}, 3)
+
+
+def test_divergence_ends_with_5() -> None:
+    assert Diverged.exit_code == 5
+
+
+def told(group: Ranks, per_rank: list[int], bad: int | None, path: Path) -> str:
+    def batch(step: int, lane: int) -> tuple[Tensor, Tensor]:
+        return torch.full((2, 3), math.inf if lane == bad else float(step)), torch.zeros(2, dtype=torch.long)
+
+    task = Task(nn.Linear(3, 2, bias=False), batch, 1, 0.0, nullcontext)
+    samples: Callable[[int, int], Tensor] = lambda step, lane: torch.tensor([step, 10 * lane])  # noqa: E731
+    return write_down(path, task, Lanes(per_rank, group.rank, 2 * sum(per_rank)), group, samples, 4)
+
+
+@pytest.mark.parametrize("per_rank", [[3], [1, 2]], ids=str)
+def test_the_samples_of_a_bad_step_are_written_with_the_lanes_that_lost_their_loss(
+    per_rank: list[int], tmp_path: Path, thread_ranks: Callable[..., list[Any]]
+) -> None:
+    path = tmp_path / "diverged.json"
+    said = thread_ranks(len(per_rank), told, per_rank, 1, path)
+    assert set(said) == {f"the loss of lanes [1] is no number, their samples: {path}"}
+    values = json.loads(path.read_text())
+    assert (values["step"], values["lanes_without_a_loss"]) == (4, [1])
+    assert [(one["lane"], one["samples"]) for one in values["lanes"]] == [(0, [4, 0]), (1, [4, 10]), (2, [4, 20])]
+    assert [math.isfinite(float(one["loss"])) for one in values["lanes"]] == [True, False, True]
+    assert path.read_text().endswith("}\n")
+
+
+def test_samples_are_written_also_if_every_loss_was_finite(tmp_path: Path, thread_ranks: Callable[..., list[Any]]) -> None:
+    path = tmp_path / "diverged.json"
+    assert thread_ranks(1, told, [2], None, path) == [f"its samples: {path}"]
+    assert json.loads(path.read_text())["lanes_without_a_loss"] == []
