@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from pipeline.tracking.journal import last
 from tests.kit.checkout import clone_of, commit
-from tests.kit.documents import commands, listings, needs_docker, runnable
+from tests.kit.documents import commands, listed_model, needs_docker, runnable
 from tests.kit.experiment import ROOT, clean_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -82,11 +82,11 @@ def show_ui(folder: Path, command: str) -> None:
 
 def add_the_model_of_the_readme(folder: Path) -> None:
     """As a reader would: the first listing is a file, the second a line in the catalogue."""
-    model, line = listings()
-    (folder / "pipeline" / "models" / "convnet.py").write_text(model)
+    listing, entry = listed_model()
+    (folder / "pipeline" / "models" / "convnet.py").write_text(listing)
     catalogue = folder / "pipeline" / "models" / "__init__.py"
     before = catalogue.read_text()
-    catalogue.write_text(before.replace("CATALOGUE = {\n", f"CATALOGUE = {{\n{line}"))
+    catalogue.write_text(before.replace("CATALOGUE = {\n", f"CATALOGUE = {{\n    {entry}\n"))
     assert catalogue.read_text() != before
 
 

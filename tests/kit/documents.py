@@ -64,6 +64,9 @@ def spans(page: Path) -> list[str]:
     return re.findall(r"`([^`\n]+)`", text)
 
 
-def listings() -> list[str]:
-    """The Python blocks of the README: a model, and its line in the catalogue."""
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+def listed_model() -> tuple[str, str]:
+    """The model that the README adds: the content of its file, and its entry in the catalogue."""
+    text = (ROOT / "README.md").read_text()
+    (listing,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (entry,) = re.findall(r"Add `(.*?)` to `CATALOGUE`", text)
+    return listing, entry
