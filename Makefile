@@ -59,8 +59,10 @@ chaos: $(READY) ## N faults at random points of small runs; SEED repeats a campa
 mutate: $(READY) ## break modules in every small way, one at a time: do their tests notice? MODULE=config for one; an hour for all
 	@python -m tests.kit.mutation $(MODULE)
 
-bench: $(READY) ## what a step, a start and a no-op cost, and against whom
-	@python bench/run.py
+BENCH :=
+
+bench: $(READY) ## what a step, a training, a start and a no-op cost, and against whom; BENCH names parts of it
+	@python bench/run.py $(BENCH)
 
 # As the owner of this folder, whose files they are to be.
 COMPOSE := env UID=$$(ls -nd . | awk '{print $$3}') GID=$$(ls -nd . | awk '{print $$4}') LOCKSTEP_COMMIT=$$(git rev-parse HEAD)

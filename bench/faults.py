@@ -1,9 +1,10 @@
-"""The same faults done to a plain script (`bench/plain.py`) and to Lockstep: `python bench/faults.py [case…]` prints a table of both.
+"""The same faults done to a plain script (`bench/plain.py`) and to Lockstep: `python bench/faults.py [CASE…]` prints a table of both.
 
 Both are hurt at the same optimizer step. Nothing is taken from what they say: steps are counted by a hook, weights are read from the
 newest checkpoint, runs and points from MLflow's store. Each is compared with the same script left alone.
 """
 
+import argparse
 import contextlib
 import socket
 import sys
@@ -199,6 +200,9 @@ def told(trial: Trial, left_alone: Reference) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="The same faults done to a plain torchrun script and to Lockstep.")
+    parser.add_argument("cases", nargs="*", metavar="CASE", choices=CASES, help=f"of {', '.join(CASES)}; all if none is named")
+    wanted = parser.parse_args().cases
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
@@ -221,7 +225,7 @@ def main() -> None:
                 flush=True,
             )
         print("\n| case | what was done | plain torchrun + torch.save | Lockstep |\n|---|---|---|---|")
-        for case in sys.argv[1:] or CASES:
+        for case in wanted or CASES:
             what, hurt, train = CASES[case]
             cells = [result(hurt(Trial(side, scratch, case, **train)), alone[side.name]) for side in sides]
             print(f"| {case} | {what} | {cells[0]} | {cells[1]} |", flush=True)

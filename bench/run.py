@@ -1,5 +1,6 @@
-"""What a step, a training, a start and a no-op cost, and against whom: `make bench`, or parts of it, named in `PARTS`."""
+"""What a step, a training, a start and a no-op cost, and against whom: `make bench`, or parts of it: `make bench BENCH=lenet`."""
 
+import argparse
 import json
 import os
 import platform
@@ -25,16 +26,20 @@ from pipeline.launch.agent_command import environment  # noqa: E402
 from pipeline.launch.node import Node  # noqa: E402
 from pipeline.tracking.journal import read  # noqa: E402
 
-PAIRS = 7
-PARTS = ("steps", "product", "start", "tracking", "restart")
-
 
 def main() -> None:
+    parts = {"lenet": lenet, "resnet18": resnet18, "product": product, "start": start, "tracking": tracking, "restart": restart}
+    parser = argparse.ArgumentParser(description="What a step, a training, a start and a no-op cost, and against whom.")
+    parser.add_argument("parts", nargs="*", metavar="PART", choices=parts, help=f"of {', '.join(parts)}; all if none is named")
+    parser.add_argument("--pairs", type=int, default=7, help="how often each is measured, in turn with what it is compared with")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="how long `steps` measures LeNet in each pair; ResNet-18 takes 8/3 of it"
+    )
+    wanted = parser.parse_args()
     print(f"{platform.system()}, {psutil.cpu_count()} CPUs, {machine.detect().cpu}")
     print(f"torch {version('torch')}, Python {platform.python_version()}\n")
-    for name in sys.argv[1:] or PARTS:
-        assert name in PARTS, f"parts: {', '.join(PARTS)}"
-        globals()[name]()
+    for name in wanted.parts or parts:
+        parts[name](wanted)
 
 
 def show(name: str, values: list[float], unit: str = "") -> None:
@@ -54,24 +59,31 @@ def torchrun(script: str, *arguments: str) -> str:
     return subprocess.run(command, env=environment(Node(2, 1)), capture_output=True, text=True, check=True).stdout
 
 
-def steps() -> None:
+def lenet(wanted: argparse.Namespace) -> None:
+    steps("lenet", wanted.pairs, wanted.seconds)
+
+
+def resnet18(wanted: argparse.Namespace) -> None:
+    steps("resnet18", wanted.pairs, wanted.seconds * 8 / 3)
+
+
+def steps(model: str, pairs: int, seconds: float) -> None:
     """Ordered with lanes = world size against native, world 2, in turn in one job."""
-    for model, seconds in (("lenet", 3.0), ("resnet18", 8.0)):
-        found = json.loads(torchrun("steps.py", model, str(PAIRS), str(seconds)))
-        print(f"steps, {model}, world 2, 128 images a rank, {found['steps']} steps in each of {PAIRS} rounds, images/s:")
-        for name, values in found["speeds"].items():
-            show(name, values)
-            ratios = [one / other for one, other in zip(values, found["speeds"]["native"], strict=True)]
-            if name != "native":
-                show(f"{name} / native", ratios)
+    found = json.loads(torchrun("steps.py", model, str(pairs), str(seconds)))
+    print(f"steps, {model}, world 2, 128 images a rank, {found['steps']} steps in each of {pairs} rounds, images/s:")
+    for name, values in found["speeds"].items():
+        show(name, values)
+        ratios = [one / other for one, other in zip(values, found["speeds"]["native"], strict=True)]
+        if name != "native":
+            show(f"{name} / native", ratios)
 
 
-def product() -> None:
+def product(wanted: argparse.Namespace) -> None:
     """The whole product, the product without journal and mirror, and a hand-written loop, in turn; lanes = world size."""
     names = ("product", "without journal and mirror", "hand-written")
     speeds: dict[str, list[float]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as scratch:
-        for index in range(PAIRS):
+        for index in range(wanted.pairs):
             order = names if index % 2 else names[::-1]
             for name in order:
                 speeds[name].append(speed_of(name, Path(scratch)))
@@ -108,19 +120,19 @@ def pipeline(command: str, params: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def start() -> None:
+def start(wanted: argparse.Namespace) -> None:
     """What every user pays before and around the steps, and a rank's peak memory on a job with the default's shapes."""
     for name, command in (
         ("import pipeline.config", ["-c", "import pipeline.config"]),
         ("--help", ["-m", "pipeline", "--help"]),
     ):
         seconds = []
-        for _ in range(PAIRS):
+        for _ in range(wanted.pairs):
             started_at = time.monotonic()
             subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
             seconds.append(time.monotonic() - started_at)
         show(name, seconds, " s")
-    show("dvc repro with nothing to do", no_op(), " s")
+    show("dvc repro with nothing to do", no_op(wanted.pairs), " s")
     first_steps, peaks = [], []
     for seed in range(3):
         with tempfile.TemporaryDirectory() as scratch:
@@ -134,10 +146,10 @@ def start() -> None:
     show("peak memory of a rank", peaks, " MiB")
 
 
-def tracking() -> None:
+def tracking(wanted: argparse.Namespace) -> None:
     """A black-holed MLflow against no tracking at all, in turn."""
     with tempfile.TemporaryDirectory() as scratch:
-        found, late = recovery.deaf(Path(scratch) / "deaf", PAIRS)
+        found, late = recovery.deaf(Path(scratch) / "deaf", wanted.pairs)
     print("lenet, world 2, 128 images a rank, 2 lanes, 840 steps, p99 of a step:")
     for name, runs in found.items():
         show(f"MLflow {name}", [1000 * recovery.p99(gaps) for gaps in runs], " ms")
@@ -146,17 +158,17 @@ def tracking() -> None:
     show("how late the exit is", late, " s")
 
 
-def restart() -> None:
+def restart(wanted: argparse.Namespace) -> None:
     """A killed rank against a cold start, in turn."""
     with tempfile.TemporaryDirectory() as scratch:
-        found = recovery.restart(Path(scratch) / "restart", PAIRS)
+        found = recovery.restart(Path(scratch) / "restart", wanted.pairs)
     print("lenet, world 2: seconds to the first (new) step")
     for name, values in found.items():
         show(name, values, " s")
     show("after SIGKILL / cold start", [one / other for other, one in zip(*found.values(), strict=True)])
 
 
-def no_op() -> list[float]:
+def no_op(count: int) -> list[float]:
     """Seconds of a `dvc repro` that finds everything up to date, in a clone with small data."""
     with tempfile.TemporaryDirectory() as scratch:
         clone, bin_folder = Path(scratch) / "clone", Path(sys.executable).parent
@@ -166,7 +178,7 @@ def no_op() -> list[float]:
         variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MLFLOW_"))}
         variables["PATH"] = f"{bin_folder}:{variables['PATH']}"
         seconds = []
-        for _ in range(1 + PAIRS):
+        for _ in range(1 + count):
             started_at = time.monotonic()
             subprocess.run([str(bin_folder / "dvc"), "repro"], cwd=clone, env=variables, check=True, capture_output=True)
             seconds.append(time.monotonic() - started_at)

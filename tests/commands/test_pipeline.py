@@ -1,4 +1,4 @@
-"""The whole pipeline as a user runs it: every command of the README, in a clone of its own."""
+"""The whole pipeline as a user runs it: every command of the documents, in a clone of its own."""
 
 import json
 import os
@@ -8,14 +8,17 @@ import subprocess
 import time
 import urllib.request
 from pathlib import Path
+from subprocess import DEVNULL
 
 import mlflow
 import psutil
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from pipeline.tracking.journal import last
-from tests.kit.checkout import clone_of, commit, needs_docker, readme_commands
+from tests.kit.checkout import clone_of, commit
+from tests.kit.documents import commands, listed_model, needs_docker, runnable
 from tests.kit.experiment import ROOT, clean_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -54,11 +57,13 @@ def runs(folder: Path) -> list[mlflow.entities.Run]:
     return [found for one in client.search_experiments() for found in client.search_runs([one.experiment_id])]
 
 
-def show_ui(folder: Path) -> None:
+def show_ui(folder: Path, command: str) -> None:
     """Start it, see MLflow answer, stop it."""
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", 5000)), "something listens on 127.0.0.1:5000 already"
-    process = subprocess.Popen(["make", "ui"], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command, shell=True, cwd=folder, env=environment_of(folder), stdout=DEVNULL, stderr=DEVNULL, start_new_session=True
+    )
     try:
         until = time.monotonic() + 60
         while True:
@@ -75,35 +80,70 @@ def show_ui(folder: Path) -> None:
         process.wait(30)
 
 
-def test_every_command_of_the_readme_works(clone: Path) -> None:
-    # What needs an engine is run by tests/containers/test_containers.py.
-    commands = [one for one in readme_commands() if not needs_docker(one)]
-    assert {"make repro", "make test", "make ui", "dvc repro", "python -m pipeline doctor"} <= set(commands)
-    leading: subprocess.Popen[bytes] | None = None
-    for command in commands:
+def add_the_model_of_the_readme(folder: Path) -> None:
+    """As a reader would: the first listing is a file, the second a line in the catalogue."""
+    listing, entry = listed_model()
+    (folder / "pipeline" / "models" / "convnet.py").write_text(listing)
+    catalogue = folder / "pipeline" / "models" / "__init__.py"
+    before = catalogue.read_text()
+    catalogue.write_text(before.replace("CATALOGUE = {\n", f"CATALOGUE = {{\n    {entry}\n"))
+    assert catalogue.read_text() != before
+
+
+class Reader:
+    """Someone who types every command of the documents, in their order."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.leading: subprocess.Popen[bytes] | None = None
+
+    def carry_out(self, command: str) -> str:
+        """Run one command as it stands there, or what is run in its place; returns what it said."""
         if "pipeline lead" in command:
             # In another shell; without this it would have nothing to do.
-            (clone / "dvc.lock").unlink()
-            leading = subprocess.Popen(command, shell=True, cwd=clone, env=environment_of(clone))
-        elif "pipeline join" in command:
-            run(clone, command)
-            assert leading is not None
-            assert leading.wait(10) == 0
-        elif command == "make test":
-            # This is it; what it would run is looked at instead.
-            assert "pytest" in run(clone, "make -n test")
-        elif command == "make ui":
-            show_ui(clone)
-        else:
-            said = run(clone, command)
+            (self.folder / "dvc.lock").unlink()
+            self.leading = subprocess.Popen(command, shell=True, cwd=self.folder, env=environment_of(self.folder))
+            return ""
+        if command.startswith("make ui"):
+            show_ui(self.folder, command)
+            return ""
+        if "model.name=convnet" in command:
+            add_the_model_of_the_readme(self.folder)
+        return run(self.folder, runnable(command).replace("~", str(self.folder.parent)))
+
+    def check(self, command: str, said: str) -> None:
+        """What the documents say about a command."""
         if command == "make repro":
             assert "test accuracy" in said
-            assert [one.info.status for one in runs(clone)] == ["FINISHED"]
+            assert [one.info.status for one in runs(self.folder)] == ["FINISHED"]
         if command.startswith("grep weights_sha256"):
             assert len({line.split(":", 1)[1] for line in said.splitlines()}) == 1 < len(said.splitlines())
         if "dist.world_size=4" in command:
             assert "finished already, published again" in said
-            assert len(runs(clone)) == 1
+            assert len(runs(self.folder)) == 1
+        if "model.name=convnet" in command:
+            (new,) = [one for one in runs(self.folder) if one.data.params["model.name"] == "convnet"]
+            assert new.info.status == "FINISHED"
+            assert "test/accuracy" in new.data.metrics
+            assert load_file(self.folder / "models" / "model.safetensors")["0.weight"].shape == (32, 1, 3, 3)
+        if "pipeline join" in command:
+            assert self.leading is not None
+            assert self.leading.wait(10) == 0
+        if command.startswith("install -d"):
+            assert (self.folder.parent / ".cache" / "lockstep").stat().st_mode & 0o777 == 0o700
+        if command in ("make test", "make faults"):
+            assert "pytest" in said
+        if command == "make bench":
+            assert "ordered / native" in said
+
+
+def test_every_command_of_the_documents_works_and_the_model_of_the_readme_trains(clone: Path) -> None:
+    # What needs an engine is run by tests/containers/test_compose.py.
+    found = [one for one in commands() if not needs_docker(one)]
+    assert {"make repro", "make test", "make ui", "dvc repro", "python -m pipeline doctor", "make bench", "make faults"} <= set(found)
+    reader = Reader(clone)
+    for command in found:
+        reader.check(command, reader.carry_out(command))
     assert sorted(one.info.status for one in runs(clone)) == ["FINISHED", "FINISHED"]
 
 

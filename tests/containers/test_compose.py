@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.kit.checkout import needs_docker, readme_commands
 from tests.kit.compose import IMAGE, USER, Project, sh
+from tests.kit.documents import commands, needs_docker, runnable
 from tests.kit.experiment import SMALL, settings
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1500)]
@@ -36,24 +36,42 @@ def test_every_placement_ends_in_the_bits_of_a_run_outside(project: Callable[...
     assert one.receipt()["weights_sha256"] == expected
 
 
-def test_every_container_command_of_the_readme_works(project: Callable[..., Project], outside: Callable[..., str]) -> None:
+def test_every_container_command_of_the_documents_works(project: Callable[..., Project], outside: Callable[..., str]) -> None:
     job = project("readme").set(SMALL)
     job.environment |= {"COMPOSE_PROJECT_NAME": job.name}
-    commands = [one for one in readme_commands() if needs_docker(one)]
-    assert {"docker compose up --build", "make up", "docker compose run --rm leader dvc repro"} <= set(commands)
-    for command in commands:
-        # As the folder's owner, who is another in this test than the one who calls.
-        command = command.replace("$(id -u)", str(USER)).replace("$(id -g)", str(USER)).replace(" lockstep $", f" {IMAGE} $")
-        said = sh("sh", "-c", command, cwd=job.folder, env=job.environment)
-        sh("chown", "-R", f"{USER}:{USER}", str(job.folder))
-        if command.endswith("doctor"):
-            assert "wrong" not in said
+    found = [one for one in commands() if needs_docker(one)]
+    assert {"docker compose up --build", "make up", "docker compose run --rm leader dvc repro", "docker compose down --volumes"} <= set(
+        found
+    )
+    for command in found:
         if command == "make up":
-            assert job.receipt()["weights_sha256"] == outside(SMALL)
-            assert job.exit_codes() == {"leader": 0, "worker": 0}
-    assert "test accuracy" in said
+            # Else it would find everything up to date, and write no receipt.
+            sh("rm", "-rf", "runs", "models", "dvc.lock", cwd=job.folder)
+        # As the folder's owner, who is another in this test than the one who calls.
+        words = runnable(command).replace("$(id -u)", str(USER)).replace("$(id -g)", str(USER)).replace(" lockstep $", f" {IMAGE} $")
+        said = sh("sh", "-c", words, cwd=job.folder, env=job.environment)
+        sh("chown", "-R", f"{USER}:{USER}", str(job.folder))
+        check(job, command, said, outside)
     assert json.loads((job.folder / "experiment" / "models" / "receipt.json").read_text())["weights_sha256"] == outside(SMALL)
-    assert len(job.runs()) == 1
+
+
+def check(job: Project, command: str, said: str, outside: Callable[..., str]) -> None:
+    """What the documents say about a command."""
+    if command.endswith("doctor"):
+        assert "wrong" not in said
+    if command == "make up":
+        assert job.receipt()["weights_sha256"] == outside(SMALL)
+        assert job.receipt()["image"] == sh("docker", "image", "inspect", "--format", "{{.Id}}", IMAGE).strip()
+        assert job.exit_codes() == {"leader": 0, "worker": 0}
+        assert len(job.runs()) == 1
+    if command.startswith("WORKERS=3"):
+        assert len(job.compose("ps", "--all", "--quiet", "worker").split()) == 3
+    if command == "docker compose logs leader":
+        assert "up to date" in said
+    if command == "docker compose down --volumes":
+        assert job.name not in sh("docker", "volume", "ls", "--quiet")
+    if command.startswith("for stage in"):
+        assert "test accuracy" in said
 
 
 def test_a_postgresql_server_keeps_three_runs_at_once(project: Callable[..., Project], outside: Callable[..., str]) -> None:

@@ -69,7 +69,12 @@ def rows_of(terminalreporter: pytest.TerminalReporter) -> dict[int, list[tuple[s
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Fail unless every required case has a test and all its tests have passed."""
+    """Fail unless every required case has a test and all its tests have passed; with --collect-only, unless it has a test."""
+    if session.config.option.collectonly:
+        tested = {number for item in session.items for name, (number, _) in item.user_properties if name == "fault"}
+        if not tested >= set(REQUIRED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        return
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     assert isinstance(reporter, pytest.TerminalReporter)
     rows = rows_of(reporter)
@@ -80,6 +85,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print a table with a row for every test of every case; a case has passed when all of its tests have."""
+    if terminalreporter.config.option.collectonly:
+        return
     rows = rows_of(terminalreporter)
     table = Table("#", "case", "what was done", "what happened", "", width=190)
     passed = 0

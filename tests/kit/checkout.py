@@ -1,6 +1,5 @@
-"""A clone of this tree, and the commands that its documents name."""
+"""A clone of this tree."""
 
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -26,12 +25,3 @@ def commit(folder: Path, message: str) -> None:
     git = ["git", "-c", "user.name=test", "-c", "user.email=test@localhost"]
     subprocess.run([*git, "add", "-A"], cwd=folder, check=True)
     subprocess.run([*git, "commit", "-qm", message, "--allow-empty"], cwd=folder, check=True)
-
-
-def readme_commands() -> list[str]:
-    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line]
-
-
-def needs_docker(command: str) -> bool:
-    return "docker" in command or command == "make up" or "experiment/" in command or ".env" in command

@@ -1,0 +1,71 @@
+"""The documents, and what they promise: commands, listings, links and paths."""
+
+import re
+from pathlib import Path
+
+from tests.kit.experiment import ROOT
+
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "bench/README.md")] + sorted((ROOT / "docs").glob("*.md"))
+
+_COMPOSE = "docker compose -f docker-compose.yml -f docker-compose"
+# Commands that the tests of documents do not run as they stand: what they run instead, and why.
+INSTEAD = {
+    "make test": ("make --dry-run test", "these tests are part of it"),
+    "make faults": ("PYTEST_ADDOPTS=--collect-only make faults", "half an hour; this fails where a required case has no test"),
+    "make chaos SEED=1 N=100": ("make --dry-run chaos SEED=1 N=100", "an hour; tests/faults/test_chaos.py does four faults"),
+    "make bench": ("make bench BENCH='--pairs=1 --seconds=0.1 lenet'", "an hour"),
+    "python bench/faults.py": ("python bench/faults.py --help", "half an hour"),
+    f"{_COMPOSE}.gpu.yml up": (f"{_COMPOSE}.gpu.yml config --quiet", "needs GPUs"),
+    f"POSTGRES_PASSWORD=secret {_COMPOSE}.postgres.yml up --build": (
+        f"{_COMPOSE}.postgres.yml config --quiet",
+        "tests/containers/test_compose.py trains with it",
+    ),
+}
+# Commands that stand in sentences and tables only, and who runs them.
+ELSEWHERE = {
+    "make lint": ".ci/run",
+    "make test-fast": "tests/containers/test_other_system.py",
+    "make test-all": ".ci/run",
+    "make test-systems": ".ci/run",
+    "make golden": "nobody: it rewrites what the tests compare with",
+    "make lock": "nobody: it needs a package index, and its answer changes by the day",
+    "make audit": "nobody: it needs a service for vulnerabilities",
+    "make mutate": "nobody: hours",
+    "make fuzz": "nobody: its examples are new each time",
+    "make setup PYTHON=python3.12": "nobody: it needs another Python; tests/containers/test_other_system.py takes Python 3.13",
+    "docker compose start worker": "tests/containers/test_compose.py",
+    "docker kill": "tests/containers/test_compose.py",
+    "python -m pipeline train --resume runs/…": "tests/ranks/test_bits.py",
+    "python bench/run.py PART…": "`make bench`, above",
+    "python -m pipeline lead dvc repro": "tests/commands/test_lead.py, with a scheduler's variables",
+    "python -m pipeline.launch.agent": "every training",
+}
+
+
+def commands() -> list[str]:
+    """Every line of every `sh` block of every page, once, in the order in which a reader meets them."""
+    blocks = [block for page in PAGES for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)]
+    return list(dict.fromkeys(line for block in blocks for line in block.splitlines() if line))
+
+
+def runnable(command: str) -> str:
+    """What a test runs for a command."""
+    return INSTEAD.get(command, (command, ""))[0]
+
+
+def needs_docker(command: str) -> bool:
+    return "docker" in command or command == "make up" or "experiment/" in command or ".env" in command
+
+
+def spans(page: Path) -> list[str]:
+    """What stands between backticks outside of blocks."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def listed_model() -> tuple[str, str]:
+    """The model that the README adds: the content of its file, and its entry in the catalogue."""
+    text = (ROOT / "README.md").read_text()
+    (listing,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (entry,) = re.findall(r"Add `(.*?)` to `CATALOGUE`", text)
+    return listing, entry
