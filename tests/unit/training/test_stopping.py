@@ -9,9 +9,8 @@ RANK = """
 import os, signal, sys, time
 import torch
 from pipeline.ranks import Ranks
-from pipeline.training import stopping
-stopping.LAST_SECONDS = 1
-stop = stopping.Stop(Ranks(0, 1, torch.device("cpu"), None))
+from pipeline.training.stopping import Stop
+stop = Stop(Ranks(0, 1, torch.device("cpu"), None), 1)
 os.kill(os.getpid(), signal.SIGTERM)
 if sys.argv[1] == "closed":
     stop.close()
