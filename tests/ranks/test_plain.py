@@ -4,8 +4,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch.nn import Parameter
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from pipeline import models
 from pipeline.config import draw_seed
@@ -14,6 +17,7 @@ from pipeline.job import Job
 from pipeline.tracking.journal import Journal
 from pipeline.training import train_rank
 from pipeline.training.checkpoint import weights_sha256
+from pipeline.training.schedule import Schedule
 from tests.kit.experiment import make_job
 
 # A power of two: a mean and a sum divided once by the number of images are then the same bits.
@@ -88,3 +92,31 @@ def test_native_on_one_rank_is_a_plain_loop_bit_for_bit(tmp_path: Path, run_rank
     (found,) = run_ranks(1, *((ours, (job,)) for job in jobs), *((plain, (job,)) for job in jobs))
     assert dict(zip(CASES, found[: len(jobs)], strict=True)) == dict(zip(CASES, found[len(jobs) :], strict=True))
     assert len(set(found)) == len(CASES)
+
+
+def rates(kind: str, peak: float, warmup_steps: int, total_steps: int) -> list[float]:
+    """What torch's own schedulers give to every step."""
+    optimizer = torch.optim.SGD([Parameter(torch.zeros(1))], lr=peak)
+    falling: LRScheduler = (
+        ConstantLR(optimizer, 1.0, 1) if kind == "constant" else CosineAnnealingLR(optimizer, max(1, total_steps - warmup_steps))
+    )
+    whole = falling
+    if warmup_steps:
+        # From a part of the peak to all of it in the last step of the warm-up.
+        rising = LinearLR(optimizer, 1 / warmup_steps, 1.0, max(1, warmup_steps - 1))
+        whole = SequentialLR(optimizer, [rising, falling], [warmup_steps])
+    found = []
+    for _ in range(total_steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        whole.step()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["cosine", "constant"])
+@pytest.mark.parametrize(("warmup_steps", "total_steps"), [(0, 40), (1, 40), (10, 40), (39, 40), (40, 40), (211, 2110)])
+def test_the_rate_of_every_step_is_that_of_torchs_schedulers(kind: str, warmup_steps: int, total_steps: int) -> None:
+    ours = Schedule(kind, 0.3, warmup_steps, total_steps)
+    assert [ours.rate(step) for step in range(total_steps)] == pytest.approx(
+        rates(kind, 0.3, warmup_steps, total_steps), rel=1e-9, abs=1e-12
+    )
