@@ -26,7 +26,8 @@ from pathlib import Path
 from pipeline.tracking.journal import last
 from tests.faults import chaos_checks as checks
 from tests.faults.chaos_experiments import EXPERIMENTS, disk, may_mount, pipeline, reference, write_params
-from tests.faults.chaos_faults import AFTER_THE_END, Fault, Start, hurt, plan_of, step_of
+from tests.faults.chaos_faults import AFTER_THE_END, Fault, Start, hurt, step_of
+from tests.faults.chaos_plans import plan_of
 
 MOST_STARTS, MOST_UNDISTURBED, START_SECONDS = 8, 2, 180
 

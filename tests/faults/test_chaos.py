@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from tests.faults.chaos_faults import BETWEEN, ENDING, PASSING, plan_of
+from tests.faults.chaos_faults import BETWEEN, ENDING, PASSING
+from tests.faults.chaos_plans import plan_of
 from tests.kit.experiment import ROOT, clean_environment
 
 

@@ -14,11 +14,12 @@ import torch.multiprocessing as processes
 from pipeline import ranks
 
 
-def _as_rank(rank: int, size: int, folder: str, work: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
-    os.environ |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+def _as_rank(rank: int, size: int, folder: str, device: str, work: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
+    os.environ |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     try:
         torch.set_num_threads(1)
-        group = ranks.join("cpu", "gloo", ranks.Rendezvous(torch.distributed.FileStore(f"{folder}/rendezvous", size), rank, size), 60)
+        place = ranks.Rendezvous(torch.distributed.FileStore(f"{folder}/rendezvous", size), rank, size)
+        group = ranks.join(device, "gloo", place, 60)
         results = [function(group, *arguments) for function, arguments in work]
         ranks.leave(group)
         Path(folder, f"{rank}.result").write_bytes(pickle.dumps(results))
@@ -31,10 +32,11 @@ def _as_rank(rank: int, size: int, folder: str, work: list[tuple[Callable[..., A
 def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[list[Any]]]:
     """`run_ranks(3, (function, (argument,)), …)`: what every function returned on every rank; a rank that raises fails the test."""
 
-    def run(size: int, *work: tuple[Callable[..., Any], tuple[Any, ...]]) -> list[list[Any]]:
+    def run(size: int, *work: tuple[Callable[..., Any], tuple[Any, ...]], device: str = "cpu") -> list[list[Any]]:
         folder = tmp_path_factory.mktemp("ranks")
         context = processes.get_context("spawn")
-        started = [context.Process(target=_as_rank, args=(rank, size, str(folder), list(work)), daemon=True) for rank in range(size)]
+        parts = [(rank, size, str(folder), device, list(work)) for rank in range(size)]
+        started = [context.Process(target=_as_rank, args=part, daemon=True) for part in parts]
         for process in started:
             process.start()
         for process in started:

@@ -2,15 +2,13 @@
 
 import os
 import signal
-import threading
-import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from pipeline.job import Job
-from pipeline.tracking.journal import Journal, Silent, last
+from pipeline.tracking.journal import Journal, Silent, Writer
 from pipeline.training import train_rank
 from pipeline.training.checkpoint import weights_sha256
 from tests.kit.experiment import make_job
@@ -28,30 +26,68 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "resnet18, bf16": {"model__name": "resnet18", "data": {"name": "synthetic:336", "image_size": 12}, "precision": "bf16"},
 }
-PLACEMENTS: dict[int, list[list[int] | None]] = {1: [None], 2: [None, [3, 1]], 3: [None, [1, 1, 2]], 4: [None]}
+# Trained on fewer placements.
+EIGHT_LANES = "mlp, constant rate, label smoothing, eight lanes"
+TORCHVISION = "a model of torchvision"
+FEW: dict[str, dict[str, Any]] = {
+    EIGHT_LANES: {"model__name": "mlp", "train__schedule": "constant", "train__label_smoothing": 0.1},
+    TORCHVISION: {"model__name": "torchvision:shufflenet_v2_x0_5", "data": {"name": "synthetic:336", "image_size": 32}},
+}
 
 
-def job_of(folder: Path, case: str, size: int, share: list[int] | None, run: str) -> Job:
-    """The case on some ranks: the global batch is 48 and has four lanes on all of them."""
-    placement = {"dist__world_size": size, "dist__batch_size_per_gpu": 48 // size, "dist__lanes": 4, "dist__lanes_per_rank": share}
-    job = make_job(folder / case, **(SHAPE | CASES[case] | placement))
-    return job.model_copy(update={"run": folder / case / run})
+class Placement(NamedTuple):
+    """How the lanes of one global batch of 48 images are spread."""
+
+    size: int
+    share: tuple[int, ...] | None = None
+    accumulation: int = 1
+
+
+PLACEMENTS = [Placement(1), Placement(2), Placement(2, (3, 1)), Placement(3), Placement(3, (1, 1, 2)), Placement(4)]
+FEW_PLACEMENTS = {EIGHT_LANES: [Placement(1), Placement(3, (2, 3, 3)), Placement(2, None, 2)], TORCHVISION: [Placement(1), Placement(2)]}
+
+
+def placed() -> list[tuple[str, Placement]]:
+    """Every case on every placement that it is trained on."""
+    few = [(case, placement) for case, those in FEW_PLACEMENTS.items() for placement in those]
+    return few + [(case, placement) for case in CASES for placement in PLACEMENTS]
+
+
+def job_of(folder: Path, case: str, placement: Placement, run: str, device: str = "cpu") -> Job:
+    """The case on some ranks: the global batch is 48, and has as many lanes on all of them."""
+    size, share, accumulation = placement
+    values = {
+        "dist__world_size": size,
+        "dist__accumulation": accumulation,
+        "dist__batch_size_per_gpu": 48 // size // accumulation,
+        "dist__lanes": 8 if case == EIGHT_LANES else 4,
+        "dist__lanes_per_rank": list(share) if share else None,
+    }
+    job = make_job(folder / case, **(SHAPE | (CASES | FEW)[case] | values))
+    return job.model_copy(update={"run": folder / case / run, "device": device})
+
+
+class StoppingAt:
+    """A journal that sends this process a real SIGTERM when a step is told."""
+
+    def __init__(self, journal: Writer, step: int):
+        self._journal, self._step = journal, step
+        self.event, self.sync = journal.event, journal.sync
+
+    def metrics(self, values: dict[str, float], step: int) -> None:
+        self._journal.metrics(values, step)
+        if step == self._step:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def trained(group: Any, job: Job, stop_after: int | None) -> tuple[str, int]:
-    """Train on this rank; a real SIGTERM reaches the last rank, and only it, when the journal passes a step."""
+    """Train on this rank; a SIGTERM reaches the last rank, and only it, when it has done a step."""
     train_rank.fix_bits(job)
     journal = group.only_first(lambda: Journal(job.journal), Silent())
     if stop_after is not None and group.rank == group.size - 1:
-        threading.Thread(target=terminate_after, args=(job.journal, stop_after), daemon=True).start()
+        journal = StoppingAt(journal, stop_after)
     model, step, _ = train_rank.train(job, group, journal)
     return weights_sha256(model.state_dict()), step
-
-
-def terminate_after(journal: Path, step: int) -> None:
-    while last(journal, "metrics").get("step", 0) < step:
-        time.sleep(0.002)
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.slow
@@ -59,25 +95,34 @@ def terminate_after(journal: Path, step: int) -> None:
 def test_weights_have_the_same_bits_on_any_ranks_and_through_stops(tmp_path: Path, run_ranks) -> None:
     expected: dict[str, str] = {}
     compared = 0
-    for size, shares in PLACEMENTS.items():
-        keys = [(case, share) for case in CASES for share in shares]
-        work = [(trained, (job_of(tmp_path, case, size, share, f"{size}-{share}"), None)) for case, share in keys]
+    for size in (1, 2, 3, 4):
+        keys = [(case, placement) for case, placement in placed() if placement.size == size]
+        work = [(trained, (job_of(tmp_path, case, placement, str(placement)), None)) for case, placement in keys]
         for results in run_ranks(size, *work):
-            for (case, share), (digest, step) in zip(keys, results, strict=True):
+            for (case, placement), (digest, step) in zip(keys, results, strict=True):
                 assert step == 18
-                assert digest == expected.setdefault(case, digest), (case, size, share)
+                assert digest == expected.setdefault(case, digest), (case, placement)
                 compared += 1
-    assert compared == len(CASES) * (1 + 2 * 2 + 2 * 3 + 4)
-    assert len(set(expected.values())) == len(CASES)
+    assert compared == sum(placement.size for _, placement in placed())
+    assert len(set(expected.values())) == len(CASES | FEW)
 
     # Stopped in the first epoch, in the middle of the second, and in the last; each time it goes on with other ranks.
-    reached = dict.fromkeys(CASES, 0)
     for size, stop_after in ((2, 2), (3, 8), (1, 13), (2, None)):
-        work = [(trained, (job_of(tmp_path, case, size, None, "stopped"), stop_after)) for case in CASES]
+        work = [(trained, (job_of(tmp_path, case, Placement(size), "stopped"), stop_after)) for case in CASES]
         for case, (digest, step) in zip(CASES, run_ranks(size, *work)[0], strict=True):
-            assert step > reached[case]
-            reached[case] = step
             if stop_after is None:
                 assert (step, digest) == (18, expected[case]), case
             else:
-                assert stop_after <= step < 18, (case, size)
+                # The question put after the signal is answered one step later.
+                assert step == stop_after + 1, (case, size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_one_device_gives_the_same_bits_twice_and_to_two_ranks_that_share_it(device: str, tmp_path: Path, run_ranks) -> None:
+    case, digests = "lenet, crop-flip, bf16", []
+    for name, size in (("once", 1), ("twice", 1), ("shared", 2)):
+        job = job_of(tmp_path, case, Placement(size), name, device)
+        digests += [digest for ((digest, _),) in run_ranks(size, (trained, (job, None)), device=device)]
+    assert len(digests) == 4
+    assert len(set(digests)) == 1

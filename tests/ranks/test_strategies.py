@@ -1,5 +1,7 @@
 """Every strategy in the catalogue against one process that computes the same lanes."""
 
+import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -61,10 +63,28 @@ def with_strategy(
     return weights_sha256(found), found, totals
 
 
-def one_process(model_name: str, count: int, bf16: bool, steps: int = STEPS) -> tuple[str, Any, Any]:
-    """The same lanes by hand, in the order of the tree for four lanes: (0 + 1) + (2 + 3)."""
+Add = Callable[[list[torch.Tensor]], torch.Tensor]
+
+
+def in_a_tree(values: list[torch.Tensor]) -> torch.Tensor:
+    """The order that is promised: for four lanes (0 + 1) + (2 + 3)."""
+    if len(values) == 1:
+        return values[0]
+    first = 1 << ((len(values) - 1).bit_length() - 1)
+    return in_a_tree(values[:first]) + in_a_tree(values[first:])
+
+
+def from_left(values: list[torch.Tensor]) -> torch.Tensor:
+    """Another order."""
+    return functools.reduce(torch.add, values)
+
+
+def one_process(
+    model_name: str, count: int, bf16: bool, steps: int = STEPS, *, add: Add = in_a_tree, seed: int = 3, training: bool = True
+) -> tuple[str, Any, Any]:
+    """The same lanes by hand."""
     torch.use_deterministic_algorithms(True)
-    model, batch = make_model(model_name), batch_of(count)
+    model, batch = make_model(model_name).train(training), batch_of(count)
     totals = []
     for step in range(steps):
         start = [buffer.clone() for buffer in model.buffers()]
@@ -73,7 +93,7 @@ def one_process(model_name: str, count: int, bf16: bool, steps: int = STEPS) -> 
             for buffer, value in zip(model.buffers(), start, strict=True):
                 buffer.copy_(value)
             model.zero_grad()
-            torch.manual_seed(draw_seed(3, "lane", step, lane))
+            torch.manual_seed(draw_seed(seed, "lane", step, lane))
             images, labels = batch(step, lane)
             with autocast(bf16)():
                 logits = model(images)
@@ -92,11 +112,6 @@ def one_process(model_name: str, count: int, bf16: bool, steps: int = STEPS) -> 
         descend(model)
     found = tensors(model)
     return weights_sha256(found), found, totals
-
-
-def add(values: list[torch.Tensor]) -> torch.Tensor:
-    first, second, third, fourth = values
-    return (first + second) + (third + fourth)
 
 
 def descend(model: nn.Module) -> None:
@@ -140,5 +155,15 @@ def test_native_equals_one_process_within_rounding(strategy: str, run_ranks) -> 
 
 
 def test_the_reference_depends_on_what_it_should() -> None:
-    """Breaks if the digests above could not tell two computations apart."""
-    assert one_process("mlp", 4, False)[0] != one_process("mlp", 4, True)[0]
+    """Fails if the digests above could not tell two computations apart."""
+    found = {
+        "as above": one_process("mlp", 4, False),
+        "in bf16": one_process("mlp", 4, True),
+        "two lanes": one_process("mlp", 2, False),
+        "eight lanes": one_process("mlp", 8, False),
+        "another order of additions": one_process("mlp", 4, False, add=from_left),
+        "other draws for dropout": one_process("mlp", 4, False, seed=4),
+        "no dropout": one_process("mlp", 4, False, training=False),
+    }
+    assert len({digest for digest, _, _ in found.values()}) == len(found)
+    assert one_process("resnet18", 4, False, 1)[0] != one_process("resnet18", 4, False, 1, add=from_left)[0]
