@@ -15,21 +15,22 @@ from pipeline.runs import checkpoints
 from pipeline.runs.identity import IDENTITY, flatten
 from pipeline.runs.lock import run_lock
 from pipeline.tracking import journal as journals
-from pipeline.tracking.journal import FIRST_CHECKPOINT, Journal
+from pipeline.tracking.journal import CHECKPOINT, Journal
 
 # What under `native` is part of the identity, as it changes the bits, but not what is learned from which samples.
 PLACEMENT = {"dist.world_size", "dist.nodes", "dist.accumulation", "dist.backend"}
 
 
 def import_run(source: Path, job: Job, identity: dict[str, Any], header: dict[str, Any]) -> str | None:
-    """Take over another run's checkpoints and figures; ConfigError names what differs. Returns what to tell people."""
+    """Take over another run's checkpoints and figures; returns a line for people. Raises ConfigError if it is another experiment."""
     if source.resolve() == job.run.resolve():
         return None
     try:
-        other: dict[str, Any] = json.loads((source / IDENTITY).read_text())
-    except (OSError, ValueError):
+        other: dict[str, Any] = dict(json.loads((source / IDENTITY).read_bytes()))
+        then = flatten(other)
+    except (OSError, ValueError, TypeError, RecursionError):
         raise ConfigError(f"--resume: {source} is no folder of a run; name one such as runs/0123456789abcdef") from None
-    then, now = flatten(other), flatten(identity)
+    now = flatten(identity)
     differing = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
     native = then.get("dist.reduction") == now.get("dist.reduction") == "native"
     hindering = [key for key in differing if not (native and key in PLACEMENT)]
@@ -60,7 +61,7 @@ def _copy(source: Path, job: Job, step: int, header: dict[str, Any]) -> None:
     tags = header["tags"] | {"lockstep.resumed_from": source.name}
     journal.event("run", **({"id": uuid.uuid4().hex} | header | {"tags": tags}))
     for line in journals.read(source / "journal.jsonl"):
-        if line["kind"] in ("metrics", FIRST_CHECKPOINT) and line["step"] <= step:
+        if line["kind"] in ("metrics", CHECKPOINT) and line["step"] <= step:
             journal.event(line["kind"], **{name: value for name, value in line.items() if name != "kind"})
     journal.sync()
     journal.close()
