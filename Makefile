@@ -5,10 +5,10 @@ READY := .venv/.ready
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup repro test test-fast lint lock audit golden faults chaos mutate bench up ui
+.PHONY: help setup repro test test-all test-systems test-fast lint lock audit golden faults chaos mutate bench up ui
 
 help: ## print this help
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## install what requirements-dev.lock names into .venv
 
@@ -22,11 +22,21 @@ $(READY): requirements-dev.lock
 repro: $(READY) ## set up, then prepare, train and evaluate
 	@dvc repro
 
-test: $(READY) ## set up, then all tests that this machine can run
-	@python -m pytest -m "not slow and not docker and not gpu" && python -m pytest -m "slow or docker or gpu"
+# By what they start: ranks and commands; faults and containers; another Debian and an image from nothing.
+FAST := not slow and not docker and not gpu
+PYTEST := python -m pytest --durations=15
+
+test: $(READY) ## set up, then the tests that need neither containers nor long campaigns
+	@$(PYTEST) -m "$(FAST)" && $(PYTEST) -m "slow and not fault and not docker and not gpu and not system"
+
+test-all: test ## the same, then faults, containers and chaos
+	@$(PYTEST) -m "((slow and fault) or docker or gpu) and not system"
+
+test-systems: $(READY) ## another Debian, with another Python; an image built without a cache
+	@$(PYTEST) -m system
 
 test-fast: $(READY) ## the fast tests
-	@python -m pytest -m "not slow and not docker and not gpu"
+	@$(PYTEST) -m "$(FAST)"
 
 lint: $(READY) ## ruff, pyright, shellcheck and hadolint
 	@ruff check . && ruff format --check . && pyright

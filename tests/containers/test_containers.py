@@ -131,6 +131,7 @@ def test_a_folder_of_another_user_is_refused_with_the_uid_that_works(project: Ca
     assert job.exit_codes() == {"leader": 4, "worker": 4}
 
 
+@pytest.mark.system
 def test_a_change_of_code_rebuilds_in_seconds_and_two_builds_install_the_same(image: str, tmp_path: Path) -> None:
     tree = clone_of(tmp_path / "tree")
     with (tree / "pipeline" / "train.py").open("a") as code:

@@ -12,7 +12,7 @@ import pytest
 from tests.kit.checkout import clone_of
 from tests.kit.compose import USER, sh
 
-pytestmark = [pytest.mark.docker, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.docker, pytest.mark.system, pytest.mark.timeout(2400)]
 
 
 @pytest.fixture
