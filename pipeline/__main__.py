@@ -8,11 +8,13 @@ import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 
 from pipeline.config import Config, ConfigError, DataError, MachineError, PeerError, load
 from pipeline.files import Paths
+from pipeline.runs.status import StopRequested
 
 COMMANDS = {
     "prepare": "find, check, split and pack the data set",
@@ -35,8 +37,8 @@ def main() -> int:
     try:
         config = load(params)
         check_names(config, params)
-        code: int = import_module(f"pipeline.{command}").run(config, Paths(params), **arguments)
-    except (ConfigError, DataError, MachineError, PeerError) as error:
+        code: int = command_module(command).run(config, Paths(params), **arguments)
+    except (ConfigError, DataError, MachineError, PeerError, StopRequested) as error:
         print(with_params(str(error), params), file=sys.stderr)
         return error.exit_code
     except OSError as error:
@@ -55,6 +57,13 @@ def interrupt(number: int, _: FrameType | None) -> None:
     """Raise KeyboardInterrupt for the first Ctrl-C, and ignore later ones: they would interrupt the cleaning up."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+def command_module(command: str) -> ModuleType:
+    """Import a command's module; ConfigError if this copy of the package does not have it."""
+    if find_spec(f"pipeline.{command}") is None:
+        raise ConfigError(f"{command}: this copy of the pipeline is without it; see: python -m pipeline --help")
+    return import_module(f"pipeline.{command}")
 
 
 def with_params(text: str, params: Path) -> str:
@@ -89,6 +98,7 @@ def parser() -> argparse.ArgumentParser:
     each["train"].add_argument("--resume", type=Path, metavar="RUN", help=resume)
     each["lead"].add_argument("--workers", type=number(0, 10000), help="machines beside this one (default: dist.nodes less one)")
     each["lead"].add_argument("--port", type=number(1, 65535), help="where workers join (default: 29400)")
+    each["lead"].add_argument("--bind", metavar="ADDRESS", help="listen on this address alone (default: all; 127.0.0.1 without workers)")
     each["lead"].add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND…", help="what to run, with its own arguments")
     each["join"].add_argument("leader", metavar="HOST[:PORT]", help="where `lead` runs")
     each["doctor"].add_argument("--leader", metavar="HOST[:PORT]", help="also check that a leader answers there")

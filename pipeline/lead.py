@@ -1,4 +1,4 @@
-"""The lead command: lend this machine's port to a command, so that other machines can take part in what it trains."""
+"""The lead command: run a command while other machines can join this one and take part in what it trains."""
 
 import contextlib
 import logging
@@ -9,97 +9,122 @@ import subprocess
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from threading import Event
 from types import FrameType
 
 from pipeline import join
-from pipeline.cluster.environment import engine
-from pipeline.cluster.store import ClusterStore
+from pipeline.cluster.environment import detect
+from pipeline.cluster.messages import Clock
+from pipeline.cluster.store import ClusterStore, serve
 from pipeline.config import Config, ConfigError
 from pipeline.files import Paths
 from pipeline.hardware.machine import check_writable
-from pipeline.hardware.network import PORT, listen
+from pipeline.hardware.network import PORT, endpoint, listen
 from pipeline.launch.node import NODES, STORE
 from pipeline.launch.process_tree import dies_with_parent
 
 log = logging.getLogger(__name__)
 
-# Workers that start together with the leader need this long to come, and hear of a command that had nothing to do for them.
+# Workers that start together with the leader need this long to join, and learn of a command that had nothing to do for them.
 COME_SECONDS = 60
-# How long they may take to hear the verdict.
+# How long they may take to read the exit code.
 GOODBYE_SECONDS = 5
+# A person's second signal comes later than this after the first: Ctrl-C, or another one. An engine repeats its SIGTERM for 3 s.
+REPEAT_SECONDS = {signal.SIGINT: 2.0, signal.SIGTERM: 3.0, signal.SIGHUP: 3.0}
 
 
-def run(config: Config, paths: Paths, words: list[str], workers: int | None, port: int | None) -> int:
-    """Run a command with a meeting place for workers, and tell them how it ended; returns the exit code of what it ran."""
+def run(config: Config, paths: Paths, words: list[str], workers: int | None, port: int | None, bind: str | None = None) -> int:
+    """Run a command, and keep a store open in which workers wait for jobs; returns the exit code of the ranks or the command."""
     if not words:
         raise ConfigError("lead: no command; write for example: python -m pipeline lead dvc repro")
-    given = engine(config, os.environ)
+    given = detect(config, os.environ)
     if given is not None and not given.leads:
-        return join.run(config, paths, f"{given.host}:{given.port}")
+        return join.run(config, paths, endpoint(given.host, given.port))
     check_writable(paths.root)
     if shutil.which(words[0]) is None:
         raise ConfigError(f"lead: no program {words[0]!r} is to be found; write for example: python -m pipeline lead dvc repro")
     nodes = given.nodes if given else config.dist.nodes if workers is None else workers + 1
     number = given.port if given else port or PORT
     started_at = time.monotonic()
-    listening = listen(number)
+    # torchrun unpickles what it finds in the store: nobody else reaches it where nobody else is to come.
+    address = bind or ("127.0.0.1" if nodes == 1 else None)
+    listening = listen(number, address)
     others = f"{nodes - 1} workers" if nodes > 2 else "1 worker" if nodes == 2 else "no worker: dist.nodes is 1, unless you say --workers"
-    log.info("leading %s; a worker is started with: python -m pipeline join %s:%d", others, os.uname().nodename, number)
-    variables = os.environ | {STORE: f"127.0.0.1:{number}", NODES: str(nodes)}
+    how = (
+        f"; a worker is started with: python -m pipeline join {endpoint(bind or os.uname().nodename, number)}"
+        if address != "127.0.0.1"
+        else ""
+    )
+    log.info("leading %s%s", others, how)
+    host = "127.0.0.1" if bind in (None, "0.0.0.0", "::") else bind
+    variables = os.environ | {STORE: endpoint(host, number), NODES: str(nodes)}
     # A session of its own: signals reach us alone, and we decide what becomes of them.
     process = subprocess.Popen(words, env=variables, start_new_session=True, preexec_fn=dies_with_parent())
-    with _passing_on(process) as hurried:
+    with _relaying_signals(process) as relay:
         # While the command begins: this imports torch.
-        meeting = ClusterStore("127.0.0.1", number, listening)
-        verdict = _verdict(process.wait(), meeting)
-        meeting.put("verdict", verdict)
-        _say_goodbye(meeting, nodes - 1, started_at, hurried)
+        store = serve(host, number, listening)
+        verdict = verdict_of(process.wait(), store)
+        store.put("verdict", verdict)
+        wait_for_goodbyes(store, nodes - 1, started_at, relay)
     return verdict
 
 
-@contextmanager
-def _passing_on(process: "subprocess.Popen[bytes]") -> Generator[Event]:
-    """The first signal reaches the command as Ctrl-C, the only one that DVC leaves to its stage; the second as it is.
+class SignalRelay:
+    """Passes signals on to a command: the first as SIGINT, the only one that DVC leaves to its stage; a person's second as it is."""
 
-    The event tells of one that came when the command had ended.
-    """
-    asked, hurried = False, Event()
+    def __init__(self, process: "subprocess.Popen[bytes]"):
+        self._process = process
+        self._requested_at: float | None = None
+        # True once a signal came that is to end this process although workers have yet to hear of the command's end.
+        self.hurried = False
 
-    def pass_on(number: int, _: FrameType | None) -> None:
-        nonlocal asked
-        if process.returncode is not None:
-            hurried.set()
+    def on_signal(self, number: int, _: FrameType | None) -> None:
+        """Pass a signal on, unless it repeats the first one: engines signal all processes at once, some several times."""
+        now = time.monotonic()
+        first = self._requested_at is None
+        self._requested_at = self._requested_at or now
+        if not first and now - self._requested_at < REPEAT_SECONDS[signal.Signals(number)]:
+            return
+        if self._process.returncode is not None:
+            # Its process id may be another's by now.
+            self.hurried = True
+            return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number if asked else signal.SIGINT)
-        asked = True
+            os.killpg(self._process.pid, signal.SIGINT if first else number)
 
+
+@contextmanager
+def _relaying_signals(process: "subprocess.Popen[bytes]") -> Generator[SignalRelay]:
+    relay = SignalRelay(process)
     # Under nohup the end of a terminal is no reason to stop.
     numbers = [one for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
-    before = {number: signal.signal(number, pass_on) for number in numbers}
+    before = {number: signal.signal(number, relay.on_signal) for number in numbers}
     try:
-        yield hurried
+        yield relay
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _verdict(code: int, meeting: ClusterStore) -> int:
-    """The exit code of the ranks where they are why the command failed: DVC makes 255 of all of them."""
-    last: int | None = meeting.get("last")
-    if code < 0:
-        return 128 - code
-    return last if code and last else code
+def verdict_of(exit_code: int, store: ClusterStore) -> int:
+    """Return the exit code of the ranks if they are why the command failed: DVC makes 255 of all of them."""
+    last: int | None = store.get("last-exit-code")
+    if exit_code < 0:
+        return 128 - exit_code
+    return last if exit_code and last else exit_code
 
 
-def _say_goodbye(meeting: ClusterStore, expected: int, started_at: float, hurried: Event) -> None:
-    """Keep the meeting open until the workers have heard; those that are still starting too."""
+def wait_for_goodbyes(store: ClusterStore, expected: int, started_at: float, relay: SignalRelay, clock: Clock = time) -> None:
+    """Wait until the workers have read the verdict; those that are still starting too."""
     came: set[str] = set()
-    changed_at = time.monotonic()
-    while not hurried.wait(0.1):
-        now, before = time.monotonic(), came
-        came = set(meeting.since("workers", 0))
-        changed_at = now if came != before else changed_at
+    changed_at = looked_at = clock.monotonic()
+    while not relay.hurried:
+        now, before = clock.monotonic(), came
+        came = set(store.since("workers", 0))
+        if came != before or now > looked_at + GOODBYE_SECONDS:
+            # Somebody is new; or this process was stopped, and the workers perhaps too.
+            changed_at = now
+        looked_at = now
         nobody_more = len(came) >= expected or now > started_at + COME_SECONDS
-        if nobody_more and (came <= set(meeting.since("goodbyes", 0)) or now > changed_at + GOODBYE_SECONDS):
+        if nobody_more and (came <= set(store.since("goodbyes", 0)) or now > changed_at + GOODBYE_SECONDS):
             return
+        clock.sleep(0.1)

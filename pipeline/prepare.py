@@ -1,6 +1,7 @@
 """The prepare stage: a data set, found, checked, split and packed."""
 
 import logging
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +14,8 @@ from pipeline.files import Paths
 log = logging.getLogger(__name__)
 
 
-def run(config: Config, paths: Paths) -> int:
-    """Write the packed store; nothing is left half-written."""
+def run(config: Config, paths: Paths, folder: Path | None = None) -> int:
+    """Write the packed store, by default where the stages look for it; nothing is left half-written."""
     source = paths.root / config.data.root if config.data.root else None
     argument = config.data.name.partition(":")[2] or None
     raw = data.load(config.data.name, data.Request(source, paths.downloads, config.seed, argument))
@@ -22,7 +23,7 @@ def run(config: Config, paths: Paths) -> int:
     splits = {"train": train, "validation": validation, "test": raw.test}
     if config.data.image_size is not None:
         splits = {name: Split(resize(split.images, config.data.image_size), split.labels) for name, split in splits.items()}
-    manifest = store.write(paths.prepared, store.made_for(config), splits, raw.class_names)
+    manifest = store.write(folder or paths.prepared, store.made_for(config), splits, raw.class_names)
     counts = ", ".join(f"{count} {name}" for name, count in manifest.counts.items())
     log.info(
         "prepared %s: %s images of %s in %d classes", config.data.name, counts, "x".join(map(str, manifest.shape)), manifest.num_classes

@@ -1,5 +1,6 @@
 """Run a stage's ranks: journal and mirror open, ranks started, results published, the outcome recorded."""
 
+import os
 import shlex
 import time
 import uuid
@@ -13,10 +14,11 @@ from pipeline.hardware import machine
 from pipeline.job import Job
 from pipeline.launch import outcome, supervisor
 from pipeline.launch.failures import FINAL_EXITS, Failure
-from pipeline.launch.node import Membership, SingleNode
+from pipeline.launch.node import STORE, Membership, SingleNode
 from pipeline.launch.process_tree import dvc_above
 from pipeline.launch.restarts import RestartPolicy
 from pipeline.runs import checkpoints, status
+from pipeline.runs.status import StopRequested
 from pipeline.timeouts import RETURN_SECONDS
 from pipeline.tracking import journal as journals
 from pipeline.tracking.journal import Journal
@@ -38,19 +40,30 @@ class RankStage:
 
     def run(self, module: str, header: dict[str, Any], tags: dict[str, Any], progress: Progress, publish: Publish) -> int:
         """Run the ranks to their end and return the exit code; `publish`, given MLflow's run id, returns a line about the result."""
-        crew = self._membership(progress.say)
         try:
-            return self._run(module, crew, self._opened(header, tags), progress, publish)
+            members = self._membership(progress.say)
+        except StopRequested as request:
+            return self._stopped_before_start(str(request), progress)
+        try:
+            return self._run(module, members, self._opened(header, tags), progress, publish)
         finally:
-            crew.end_job(PeerError.exit_code)
+            members.end_job(PeerError.exit_code)
 
     def _membership(self, say: Callable[[str], None]) -> Membership:
         """Return the machines of the job, ready to begin."""
-        if self._job.config.dist.nodes == 1:
+        if STORE not in os.environ:
             return SingleNode(self._job)
-        from pipeline.cluster.membership import MultiNode
+        from pipeline.cluster.leader import lead_job
 
-        return MultiNode(self._stage, self._job, say)
+        return lead_job(self._stage, self._job, say)
+
+    def _stopped_before_start(self, cause: str, progress: Progress) -> int:
+        run = self._job.run
+        step = journals.last(self._job.journal, "metrics").get("step", 0)
+        end = status.Outcome("stopped", status.STOPPED, cause, None, step, checkpoints.newest(run), self.command)
+        end.write(run)
+        progress.say(status.message(end))
+        return status.STOPPED
 
     def _opened(self, header: dict[str, Any], tags: dict[str, Any]) -> Journal:
         """Open the journal, and write the lines that begin a run and this start of it."""
@@ -63,7 +76,7 @@ class RankStage:
         journal.sync()
         return journal
 
-    def _run(self, module: str, crew: Membership, journal: Journal, progress: Progress, publish: Publish) -> int:
+    def _run(self, module: str, members: Membership, journal: Journal, progress: Progress, publish: Publish) -> int:
         job, run = self._job, self._job.run
         step = journals.last(job.journal, "metrics").get("step", 0)
         status.running(run, step, self.command)
@@ -71,7 +84,7 @@ class RankStage:
         started_at = time.monotonic()
         try:
             with progress:
-                watch = supervisor.run(module, job, crew.node, self._lock, _Observer(job, crew, progress))
+                watch = supervisor.run(module, job, members.node, self._lock, _Observer(job, members, progress))
             end = outcome.judge(watch, job, checkpoints.newest(run), self.command)
         except OSError as error:
             end = outcome.broken(error, step, checkpoints.newest(run), self.command)
@@ -87,7 +100,7 @@ class RankStage:
             said = status.message(end)
         journal.close()
         # Workers wait for no MLflow.
-        crew.end_job(end.exit_code or 0)
+        members.end_job(end.exit_code or 0)
         progress.say(said)
         end.write(run)
         wrong = mirror.finish()
@@ -103,8 +116,8 @@ class RankStage:
 class _Observer:
     """Shows the user how the ranks fare, and decides on restarts."""
 
-    def __init__(self, job: Job, crew: Membership, progress: Progress):
-        self._job, self._crew, self._progress = job, crew, progress
+    def __init__(self, job: Job, members: Membership, progress: Progress):
+        self._job, self._members, self._progress = job, members, progress
         self._waiting, self._lost, self._patience = False, False, RestartPolicy()
 
     def failed(self, failure: Failure) -> str | None:
@@ -125,11 +138,11 @@ class _Observer:
     def heard(self) -> list[Failure]:
         """Show progress; returns the failures that other machines have reported."""
         self._progress.tick()
-        return self._crew.heard()
+        return self._members.failures_since_last_call()
 
     def asked_to_stop(self) -> bool:
         """Return True if a worker was told to stop."""
-        return self._crew.leaving
+        return self._members.leaving
 
     def over(self, idle_seconds: float) -> bool:
         """Return True if rank 0 has journalled the end and the agent only waits for other agents."""

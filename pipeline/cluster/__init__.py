@@ -1,1 +1,1 @@
-"""Several machines as one job: who is there, the store they share, and the worker."""
+"""Several machines as one job: the environment above us, the store they share, the leader's membership and the worker."""

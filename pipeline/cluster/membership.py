@@ -1,171 +1,154 @@
-"""The machines of one job: the leader calls, workers answer, and each hears how the others fare."""
+"""The machines of one job as its leader sees them: who may take part, who is alive, what failed."""
 
 import contextlib
-import os
-import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass
+from math import inf
 
-from pydantic import BaseModel, ConfigDict
-
+from pipeline.cluster.messages import Clock, JobOffer, Reply
 from pipeline.cluster.store import ClusterStore
-from pipeline.config import Config, MachineError, PeerError
-from pipeline.data import store
-from pipeline.hardware import machine
-from pipeline.hardware.network import interface, own_address, split
-from pipeline.job import Job
+from pipeline.config import MachineError, PeerError
 from pipeline.launch.failures import Failure
-from pipeline.launch.node import STORE, Node
-from pipeline.runs.identity import source_digest, versions
+from pipeline.launch.node import Node
 
 # How long a leader waits for the workers of a job.
 COME_SECONDS = 600
-# A worker that has been silent for so long is lost: as long as torchrun's own agents.
+# A worker without a heartbeat for so long is lost; torchrun's agents use the same limit.
 SILENT_SECONDS = 15
-# torchrun compares the times of two machines' clocks.
-CLOCK_SECONDS = 5
+# torchrun compares wall clocks for its keep-alives. A clock is behind if so many heartbeats say so: one may be late.
+CLOCK_SECONDS, CLOCK_HEARTBEATS = 5, 3
+# Between two looks at the workers the leader itself was stopped, if more time has passed.
+OWN_SLEEP_SECONDS = 5
+POLL_SECONDS, REVIEW_SECONDS = 0.1, 1
 
 
-class Call(BaseModel):
-    """What a leader tells workers of a job: all but where their files are."""
+@dataclass
+class WorkerState:
+    """What a leader knows of a worker that has accepted its job."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    id: str
-    stage: Literal["train", "evaluate"]
-    run: str
-    config: Config
-    device: Literal["cpu", "cuda"]
-    backend: Literal["gloo", "nccl"]
-    precision: Literal["fp32", "bf16"]
-    bitwise_requirements: dict[str, str]
-
-
-class Answer(BaseModel):
-    """What a worker says to a call: by which address it knows the leader, or why it cannot take part."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    worker: str
     host: str
-    leader: str
-    clock: float
-    complaint: str | None
+    # Its newest heartbeat, which is its wall clock, and when that was new.
+    heartbeat: float
+    seen_at: float
+    # How far its clock is ahead: a heartbeat may be late, so the largest difference is the nearest to the truth.
+    ahead_seconds: float = -inf
+    num_heartbeats: int = 0
 
+    def see(self, heartbeat: float, monotonic: float, wall: float) -> None:
+        """Take note of a new heartbeat."""
+        self.heartbeat, self.seen_at = heartbeat, monotonic
+        self.ahead_seconds = max(self.ahead_seconds, heartbeat - wall)
+        self.num_heartbeats += 1
 
-def bitwise_requirements(job: Job) -> dict[str, str]:
-    """What must be equal on all machines of a job, or their bits differ."""
-    here = machine.detect()
-    kind = here.gpus[0] if job.device == "cuda" and here.gpus else here.cpu
-    return versions() | {"code": source_digest(), "device": kind, "data": store.read_manifest(job.prepared).digest}
+    @property
+    def clock_agrees(self) -> bool:
+        return abs(self.ahead_seconds) <= CLOCK_SECONDS
+
+    @property
+    def clock_differs(self) -> bool:
+        """Return whether the clock is wrong, rather than some heartbeats late."""
+        return self.ahead_seconds > CLOCK_SECONDS or (self.ahead_seconds < -CLOCK_SECONDS and self.num_heartbeats >= CLOCK_HEARTBEATS)
 
 
 class MultiNode:
-    """The machines of a job, as its leader sees them: exactly as many workers are admitted as it needs, the others are spare."""
+    """The membership of a job on several machines: admits exactly as many workers as it needs, the others are spares."""
 
-    def __init__(self, stage: Literal["train", "evaluate"], job: Job, say: Callable[[str], None]):
-        host, port = split(os.environ[STORE])
-        self._meeting, self._say = ClusterStore(host, port), say
-        self._wanted, dist = job.config.dist.nodes - 1, job.config.dist
-        node = Node(dist.world_size // dist.nodes, dist.threads_per_rank, dist.nodes, endpoint=f"{host}:{port}")
-        self._id, self._answers, self._failures, self._job_ended = node.job_id, list[Answer](), 0, False
+    def __init__(self, node: Node, offer: JobOffer, store: ClusterStore, say: Callable[[str], None], clock: Clock = time):
+        self.node, self.leaving, self.replies = node, False, list[Reply]()
+        self._wanted, self._id = node.nodes - 1, offer.id
+        self._store, self._say, self._clock = store, say, clock
+        self._num_failures, self._num_leaving, self._began, self._job_ended = 0, 0, False, False
         self._admitted: list[str] = []
-        # The last beat of every worker, and when it was new.
-        self._beats: dict[str, tuple[int, float]] = {}
-        self._reviewed_at, self.leaving = 0.0, False
-        call = Call(
-            id=self._id,
-            stage=stage,
-            run=job.run.name,
-            config=job.config,
-            device=job.device,
-            backend=job.backend,
-            precision=job.precision,
-            bitwise_requirements=bitwise_requirements(job),
-        )
-        self._meeting.append("calls", call.model_dump())
-        self._gather(port)
-        address = self._address()
-        self.node = replace(node, address=address, interface=interface(address) or "lo")
+        self._workers: dict[str, WorkerState] = {}
+        self._reviewed_at = clock.monotonic()
+        store.append("offers", offer.model_dump())
 
-    def _gather(self, port: int) -> None:
-        """Wait until enough workers have answered."""
-        until, told = time.monotonic() + COME_SECONDS, -1
+    def wait_for_workers(self, where: str) -> None:
+        """Wait until enough workers have accepted the offer; PeerError if they do not come, MachineError if one cannot take part."""
+        started_at, announced = self._clock.monotonic(), -1
         while True:
-            for answer in self._new_answers():
-                if answer.complaint:
-                    self.end_job(MachineError.exit_code)
-                    raise MachineError(f"worker {answer.host}: {answer.complaint}")
-            self._review()
+            refusals = self._review()
             missing = self._wanted - len(self._admitted)
             if missing <= 0:
+                self._began = True
                 return
-            if told != missing and time.monotonic() > until - COME_SECONDS + 1:
-                self._say(f"waiting for {missing} of {self._wanted} workers: python -m pipeline join {socket.gethostname()}:{port}")
-                told = missing
-            if time.monotonic() > until:
+            if refusals:
+                self.end_job(MachineError.exit_code)
+                raise MachineError(f"worker {refusals[0]}")
+            waited_seconds = self._clock.monotonic() - started_at
+            if announced != missing and waited_seconds > 1:
+                self._say(f"waiting for {missing} of {self._wanted} workers: python -m pipeline join {where}")
+                announced = missing
+            if waited_seconds > COME_SECONDS:
                 self.end_job(PeerError.exit_code)
                 raise PeerError(f"{missing} of {self._wanted} workers did not come in {COME_SECONDS} s; start them, or lead fewer")
-            time.sleep(0.1)
+            self._clock.sleep(POLL_SECONDS)
 
-    def _new_answers(self) -> list[Answer]:
-        """Answers since the last time; one whose clock is off gets a complaint, as torchrun would take that machine for dead."""
-        found: list[Answer] = []
-        for value in self._meeting.since(f"{self._id}/answers", len(self._answers)):
-            answer = Answer.model_validate(value)
-            off_seconds = answer.clock - time.time()
-            self._answers.append(answer)
-            if abs(off_seconds) > CLOCK_SECONDS and not answer.complaint:
-                answer = answer.model_copy(update={"complaint": f"its clock is {off_seconds:.0f} s off; set both clocks, such as by NTP"})
-            if not answer.complaint:
-                self._beats[answer.worker] = (-1, time.monotonic())
-            found.append(answer)
-        return found
+    def _review(self) -> list[str]:
+        """Drop workers that are silent, and admit others in their place; returns what workers have refused since the last call, and why."""
+        now = self._clock.monotonic()
+        if now - self._reviewed_at > OWN_SLEEP_SECONDS:
+            # This process was stopped too, as by `docker pause` of all machines: what it slept through does not count.
+            for state in self._workers.values():
+                state.seen_at += now - self._reviewed_at
+        self._reviewed_at = now
+        self._read_leaving()
+        refusals = self._read_replies()
+        for worker, state in list(self._workers.items()):
+            heartbeat: float | None = self._store.get(f"{self._id}/heartbeats/{worker}")
+            if heartbeat is not None and heartbeat != state.heartbeat:
+                state.see(heartbeat, self._clock.monotonic(), self._clock.time())
+            if worker not in self._admitted and state.clock_differs:
+                # torchrun compares wall clocks, and would take this machine for dead.
+                refusals.append(f"{state.host}: its clock is {state.ahead_seconds:.0f} s off; set both clocks, such as by NTP")
+                del self._workers[worker]
+        alive = [worker for worker, state in self._workers.items() if now - state.seen_at < SILENT_SECONDS]
+        members = [worker for worker in self._admitted if worker in alive]
+        candidates = [worker for worker in alive if worker not in members and self._workers[worker].clock_agrees]
+        members += candidates[: self._wanted - len(members)]
+        if members != self._admitted:
+            self._admitted = members
+            self._store.put(f"{self._id}/members", members)
+        return refusals
 
-    def _review(self) -> None:
-        """Let go of workers that are silent, and admit others in their place."""
-        now = time.monotonic()
-        for worker, (beat, _) in self._beats.items():
-            newest: int | None = self._meeting.get(f"{self._id}/beats/{worker}")
-            if newest is not None and newest != beat:
-                self._beats[worker] = (newest, now)
-        alive = [worker for worker, (_, at) in self._beats.items() if now - at < SILENT_SECONDS]
-        crew = [worker for worker in self._admitted if worker in alive]
-        crew += [worker for worker in alive if worker not in crew][: self._wanted - len(crew)]
-        if crew != self._admitted:
-            self._admitted = crew
-            self._meeting.put(f"{self._id}/crew", crew)
+    def _read_leaving(self) -> None:
+        """Forget workers that were told to stop; if one takes part, the whole job is to stop."""
+        names = self._store.since(f"{self._id}/leaving", self._num_leaving)
+        self._num_leaving += len(names)
+        for name in names:
+            self._workers.pop(name, None)
+            self.leaving |= self._began and name in self._admitted
 
-    def _address(self) -> str:
-        """The address of ours that the workers reach; not the loopback's where one of them comes from outside."""
-        known = [one.leader.removeprefix("::ffff:") for one in self._answers if interface(one.leader)]
-        outward = [address for address in known if interface(address) != "lo"]
-        return (outward or known or [own_address("8.8.8.8", 53)])[0]
+    def _read_replies(self) -> list[str]:
+        refusals: list[str] = []
+        for value in self._store.since(f"{self._id}/replies", len(self.replies)):
+            reply = Reply.model_validate(value)
+            self.replies.append(reply)
+            if reply.refusal:
+                refusals.append(f"{reply.host}: {reply.refusal}")
+            else:
+                self._workers[reply.worker] = WorkerState(reply.host, 0.0, self._clock.monotonic())
+        return refusals
 
-    def heard(self) -> list[Failure]:
-        """What workers have told of failures since the last time; now and then, who is still there."""
+    def failures_since_last_call(self) -> list[Failure]:
+        """Return the failures that workers have reported since the last call; once a second, look who is still alive."""
         try:
-            new = self._meeting.since(f"{self._id}/failures", self._failures)
-            if time.monotonic() - self._reviewed_at > 1:
-                self._reviewed_at = time.monotonic()
-                for answer in self._new_answers():
-                    if answer.complaint:
-                        self._say(f"worker {answer.host} cannot take part: {answer.complaint}")
-                self._review()
-                self.leaving = self._meeting.get(f"{self._id}/leaving") is not None
+            new = self._store.since(f"{self._id}/failures", self._num_failures)
+            if self._clock.monotonic() - self._reviewed_at > REVIEW_SECONDS:
+                for refusal in self._review():
+                    self._say(f"worker {refusal}; it cannot take part")
         except PeerError:
-            # Without `lead` above us this job is about to be stopped.
+            # `lead` above us is gone, and this job is about to be stopped.
             return []
-        self._failures += len(new)
+        self._num_failures += len(new)
         return [Failure(**one) for one in new]
 
     def end_job(self, exit_code: int) -> None:
-        """Tell the workers that the job is over, and how; once."""
+        """Tell the workers that the job is over, and how; only the first call counts."""
         if self._job_ended:
             return
         self._job_ended = True
         with contextlib.suppress(PeerError):
-            self._meeting.put(f"{self._id}/over", exit_code)
-            self._meeting.put("last", exit_code)
+            self._store.put(f"{self._id}/exit-code", exit_code)
+            self._store.put("last-exit-code", exit_code)

@@ -1,67 +1,106 @@
-"""The meeting place of several machines: a store that the leader keeps open, and what it and the workers read and write there.
+"""The store that the machines of a job share: `lead` keeps it open; the leader's stages and the workers read and write it.
 
-torchrun's rendezvous uses the same store, so all that a job needs is one open port on the leader. Whoever reaches that port can
-take part in the job: it belongs into a network that is trusted.
+torchrun's rendezvous uses the same store, so a job needs one open port on the leader and nothing else. Everybody who reaches that
+port can take part in the job: use it in a trusted network only.
 """
 
+import contextlib
 import json
 import os
+import uuid
+from collections.abc import Generator
 from datetime import timedelta
 from socket import socket
-from typing import Any
+from typing import Any, Protocol
 
 from pipeline.config import PeerError
+from pipeline.hardware.network import endpoint
 
 TIMEOUT_SECONDS = 30
 
 
+class KeyValueStore(Protocol):
+    """The calls of torch's TCPStore that are used here; each is atomic, and raises RuntimeError once the server is gone."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Set a value."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """Return a value; waits for it while there is none."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Return whether all keys have a value."""
+        ...
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set a value that is `expected` ("" = absent) to `desired`; returns what the value is then."""
+        ...
+
+
 class ClusterStore:
-    """Values and growing lists by name; PeerError when the leader is gone."""
+    """Values and append-only lists by name; every call raises PeerError once the leader is gone."""
 
-    def __init__(self, host: str, port: int, listening: socket | None = None):
-        # Names without an address of the sixth kind are no news.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        # Only here: importing torch takes seconds.
-        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-        self._where = f"{host}:{port}"
-        timeout = timedelta(seconds=TIMEOUT_SECONDS)
-        descriptor = None if listening is None else listening.detach()
-        try:
-            self._store = TCPStore(
-                host, port, is_master=descriptor is not None, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
-            )
-        except RuntimeError:
-            raise PeerError(f"{self._where}: somebody answers, but no leader; is the port right?") from None
+    def __init__(self, values: KeyValueStore, where: str):
+        self._values, self._where = values, where
+        self._lengths: dict[str, int] = {}
 
     def put(self, name: str, value: Any) -> None:
         """Set a value."""
-        try:
-            self._store.set(name, json.dumps(value))
-        except RuntimeError as error:
-            raise self._lost(error) from None
+        with self._peer_errors():
+            self._values.set(name, json.dumps(value))
 
     def get(self, name: str) -> Any:
-        """A value, or None while there is none."""
-        try:
-            return json.loads(self._store.get(name)) if self._store.check([name]) else None
-        except RuntimeError as error:
-            raise self._lost(error) from None
+        """Return a value, or None while there is none."""
+        with self._peer_errors():
+            return json.loads(self._values.get(name)) if self._values.check([name]) else None
 
     def append(self, name: str, value: Any) -> None:
-        """Put a value at the end of a list."""
-        try:
-            number = self._store.add(f"{name}/count", 1)
-        except RuntimeError as error:
-            raise self._lost(error) from None
-        self.put(f"{name}/{number}", value)
+        """Put a value at the end of a list, in one atomic call: a writer that is killed leaves no gap before later values."""
+        # Unique, so that the answer of compare_set tells whose entry it is.
+        entry = json.dumps([uuid.uuid4().hex, value])
+        number = self._lengths.get(name, 0) + 1
+        with self._peer_errors():
+            while self._values.compare_set(f"{name}/{number}", "", entry) != entry.encode():
+                number += 1
+        self._lengths[name] = number
 
     def since(self, name: str, count: int) -> list[Any]:
-        """What a list has after its first `count` values."""
+        """Return what a list has after its first `count` values."""
         found: list[Any] = []
-        while (value := self.get(f"{name}/{count + len(found) + 1}")) is not None:
-            found.append(value)
+        while (entry := self.get(f"{name}/{count + len(found) + 1}")) is not None:
+            found.append(entry[1])
         return found
 
-    def _lost(self, error: RuntimeError) -> PeerError:
-        return PeerError(f"{self._where}: the leader is gone ({str(error).splitlines()[0][:200]}); start it again, and then join again")
+    @contextlib.contextmanager
+    def _peer_errors(self) -> Generator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            why = str(error).splitlines()[0][:200]
+            raise PeerError(f"{self._where}: the leader is gone ({why}); start it again, and then join again") from None
+
+
+def serve(host: str, port: int, listening: socket) -> ClusterStore:
+    """Return a store that this process keeps open for others on a listening socket, which it reaches itself under a host's name."""
+    return _open(host, port, listening.detach())
+
+
+def connect(host: str, port: int) -> ClusterStore:
+    """Return a leader's store."""
+    return _open(host, port, None)
+
+
+def _open(host: str, port: int, descriptor: int | None) -> ClusterStore:
+    # Silences c10d's warning for host names without an IPv6 address.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Only here: importing torch takes seconds.
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    timeout, where = timedelta(seconds=TIMEOUT_SECONDS), endpoint(host, port)
+    try:
+        store = TCPStore(host, port, is_master=descriptor is not None, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor)
+    except RuntimeError:
+        raise PeerError(f"{where}: something answers, but it is no leader; is the port right?") from None
+    return ClusterStore(store, where)

@@ -35,7 +35,7 @@ class Membership(Protocol):
     # True once another machine of the job was told to stop.
     leaving: bool
 
-    def heard(self) -> list[Failure]:
+    def failures_since_last_call(self) -> list[Failure]:
         """Return the failures that other machines have reported since the last call."""
         ...
 
@@ -52,7 +52,7 @@ class SingleNode:
     def __init__(self, job: Job):
         self.node = Node(job.config.dist.world_size, job.config.dist.threads_per_rank)
 
-    def heard(self) -> list[Failure]:
+    def failures_since_last_call(self) -> list[Failure]:
         """Nobody else is there."""
         return []
 

@@ -11,6 +11,12 @@ from pipeline.files import atomic_write
 STOPPED, INTERRUPTED, TERMINATED = 75, 130, 143
 
 
+class StopRequested(Exception):
+    """A signal came while nothing ran that could be lost: exit 75. Raised anywhere, so it is no kind of error that is expected there."""
+
+    exit_code = STOPPED
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What status.json holds."""

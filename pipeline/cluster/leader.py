@@ -1,0 +1,81 @@
+"""A stage below `lead`: offers its job to the workers, or only says how it ended where there are none."""
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal, NoReturn
+
+from pipeline.cluster.membership import MultiNode
+from pipeline.cluster.messages import JobOffer, Reply
+from pipeline.cluster.readiness import bitwise_requirements
+from pipeline.cluster.signals import on_stop_request
+from pipeline.cluster.store import connect
+from pipeline.config import PeerError
+from pipeline.hardware.network import endpoint, interface, own_address, split
+from pipeline.job import Job
+from pipeline.launch.failures import Failure
+from pipeline.launch.node import STORE, Membership, Node, SingleNode
+from pipeline.runs.status import STOPPED, StopRequested
+
+
+def lead_job(stage: Literal["train", "evaluate"], job: Job, say: Callable[[str], None]) -> Membership:
+    """Return the membership of a job once all its machines are there; StopRequested if a signal comes first."""
+    host, port = split(os.environ[STORE])
+    dist = job.config.dist
+    if dist.nodes == 1:
+        return LedSingleNode(job, host, port)
+    node = Node(dist.world_size // dist.nodes, dist.threads_per_rank, dist.nodes, endpoint=endpoint(host, port))
+    offer = JobOffer(
+        id=node.job_id,
+        stage=stage,
+        run=job.run.name,
+        config=job.config,
+        device=job.device,
+        backend=job.backend,
+        precision=job.precision,
+        bitwise_requirements=bitwise_requirements(job),
+    )
+
+    def stop() -> NoReturn:
+        raise StopRequested("stopped on request while it waited for workers")
+
+    with on_stop_request(stop):
+        members = MultiNode(node, offer, connect(host, port), say)
+        try:
+            members.wait_for_workers(f"{socket.gethostname()}:{port}")
+        except StopRequested:
+            members.end_job(STOPPED)
+            raise
+    address = _own_address(members.replies)
+    members.node = replace(node, address=address, interface=interface(address) or "lo")
+    return members
+
+
+def _own_address(replies: list[Reply]) -> str:
+    """Return this machine's address that the workers reached, not the loopback's where one of them is another machine."""
+    ours = [one.leader.removeprefix("::ffff:") for one in replies if interface(one.leader)]
+    outward = [address for address in ours if interface(address) != "lo"]
+    return (outward or ours or [own_address("8.8.8.8", 53)])[0]
+
+
+class LedSingleNode:
+    """The membership of a job on one machine below `lead`, which learns the ranks' exit code: DVC makes 255 of all of them."""
+
+    leaving = False
+
+    def __init__(self, job: Job, host: str, port: int):
+        self.node = SingleNode(job).node
+        self._host, self._port, self._job_ended = host, port, False
+
+    def failures_since_last_call(self) -> list[Failure]:
+        """Return nothing: there is no other machine."""
+        return []
+
+    def end_job(self, exit_code: int) -> None:
+        """Tell `lead`; only the first call counts."""
+        if exit_code and not self._job_ended:
+            with contextlib.suppress(PeerError):
+                connect(self._host, self._port).put("last-exit-code", exit_code)
+        self._job_ended = True

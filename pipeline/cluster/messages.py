@@ -1,0 +1,49 @@
+"""What the machines of a job say to each other through the store."""
+
+from typing import Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from pipeline.config import Config
+
+
+class JobOffer(BaseModel):
+    """A leader's offer of a job to workers: all that defines it except where their files are."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    stage: Literal["train", "evaluate"]
+    run: str
+    config: Config
+    device: Literal["cpu", "cuda"]
+    backend: Literal["gloo", "nccl"]
+    precision: Literal["fp32", "bf16"]
+    bitwise_requirements: dict[str, str]
+
+
+class Reply(BaseModel):
+    """A worker's reply to a job offer: the leader address it used, and the reason if it declines."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    worker: str
+    host: str
+    leader: str
+    refusal: str | None
+
+
+class Clock(Protocol):
+    """The calls of the module `time` that waiting needs; a simulation passes its own."""
+
+    def monotonic(self) -> float:
+        """Return seconds for durations."""
+        ...
+
+    def time(self) -> float:
+        """Return the wall clock."""
+        ...
+
+    def sleep(self, seconds: float, /) -> None:
+        """Wait."""
+        ...

@@ -1,0 +1,85 @@
+"""Whether this machine can take part in an offered job with the same bits as the leader, its data prepared where they are missing."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.cluster.messages import JobOffer
+from pipeline.config import Config, ConfigError, DataError, MachineError
+from pipeline.data import store
+from pipeline.files import Paths, locked
+from pipeline.hardware import machine
+from pipeline.hardware.placement import place
+from pipeline.job import Job
+from pipeline.runs.identity import source_digest, versions
+
+log = logging.getLogger(__name__)
+
+# Prepares the data of a configuration in a folder.
+PrepareData = Callable[[Config, Paths, Path], int]
+
+
+def bitwise_requirements(job: Job) -> dict[str, str]:
+    """Return what must be equal on all machines of a job, or their bits differ."""
+    here = machine.detect()
+    kind = here.gpus[0] if job.device == "cuda" and here.gpus else here.cpu
+    return versions() | {"code": source_digest(), "device": kind, "data": store.read_manifest(job.prepared).digest}
+
+
+class Readiness:
+    """Checks job offers against this machine and its checkout."""
+
+    def __init__(self, paths: Paths, prepare: PrepareData):
+        self._paths, self._prepare = paths, prepare
+
+    def check(self, offer: JobOffer) -> tuple[Job, str | None]:
+        """Return the job with this machine's paths, and the reason if it cannot take part."""
+        job = Job(
+            config=offer.config,
+            device=offer.device,
+            backend=offer.backend,
+            precision=offer.precision,
+            prepared=self._paths.prepared,
+            run=self._paths.runs / offer.run,
+        )
+        try:
+            placed = place(offer.config, machine.detect())
+            job = job.model_copy(update={"prepared": self._prepared(offer)})
+            own = bitwise_requirements(job) | {"device and backend": f"{placed.device}, {placed.backend}"}
+        except (ConfigError, DataError, MachineError, OSError) as error:
+            return job, str(error)
+        different = [
+            f"{name}: {own.get(name)!r} here, {value!r} with the leader"
+            for name, value in (offer.bitwise_requirements | {"device and backend": f"{offer.device}, {offer.backend}"}).items()
+            if own.get(name) != value
+        ]
+        return job, f"would compute other bits: {'; '.join(different)}" if different else None
+
+    def _prepared(self, offer: JobOffer) -> Path:
+        """Return a folder with the leader's data: the checkout's own where they are equal, else a worker's, filled where it is empty.
+
+        The checkout's own is an output of DVC's and never written to: with `lead dvc exp run` the leader's may be others.
+        """
+        digest = offer.bitwise_requirements["data"]
+        folder = self._paths.home / "data" / "by-digest" / digest
+        if _holds(self._paths.prepared, digest):
+            return self._paths.prepared
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Other workers of this checkout wait for the first one.
+        with locked(folder.with_name(f".{digest}.lock")):
+            if not _holds(folder, digest):
+                log.info("preparing %s", offer.config.data.name)
+                self._prepare(offer.config, self._paths, folder)
+        return folder
+
+
+def _holds(folder: Path, digest: str) -> bool:
+    """Return whether a folder holds these data, undamaged."""
+    try:
+        manifest = store.read_manifest(folder)
+        if manifest.digest != digest:
+            return False
+        store.verify(folder, manifest, tuple(manifest.counts))
+    except DataError:
+        return False
+    return True
