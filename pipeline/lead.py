@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import signal
@@ -20,7 +21,9 @@ from pipeline.files import Paths
 from pipeline.hardware.machine import check_writable
 from pipeline.hardware.network import PORT, endpoint, listen
 from pipeline.launch.node import NODES, STORE
-from pipeline.launch.process_tree import dies_with_parent
+from pipeline.launch.process_tree import adopt_orphans, dies_with_parent, wait_for_orphans
+from pipeline.runs.status import STOPPED
+from pipeline.timeouts import STORM_SECONDS, ending_seconds
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +31,6 @@ log = logging.getLogger(__name__)
 COME_SECONDS = 60
 # How long they may take to read the exit code.
 GOODBYE_SECONDS = 5
-# A person's second signal comes later than this after the first: Ctrl-C, or another one. An engine repeats its SIGTERM for 3 s.
-REPEAT_SECONDS = {signal.SIGINT: 2.0, signal.SIGTERM: 3.0, signal.SIGHUP: 3.0}
 
 
 def run(config: Config, paths: Paths, words: list[str], workers: int | None, port: int | None, bind: str | None = None) -> int:
@@ -59,10 +60,16 @@ def run(config: Config, paths: Paths, words: list[str], workers: int | None, por
     variables = os.environ | {STORE: endpoint(host, number), NODES: str(nodes)}
     # A session of its own: signals reach us alone, and we decide what becomes of them.
     process = subprocess.Popen(words, env=variables, start_new_session=True, preexec_fn=dies_with_parent())
-    with _relaying_signals(process) as relay:
+    adopt_orphans()
+    with _relaying_signals(process.pid) as relay:
         # While the command begins: this imports torch.
         store = serve(host, number, listening)
-        verdict = verdict_of(process.wait(), store)
+        exit_code = process.wait()
+        if exit_code < 0:
+            # An engine's SIGTERM ends DVC at once, and leaves us its stage, which still saves.
+            wait_for_orphans(process.pid, ending_seconds(config.dist.grace_seconds), lambda: relay.hurried)
+        relay.command_ended = True
+        verdict = verdict_of(exit_code, store)
         store.put("verdict", verdict)
         wait_for_goodbyes(store, nodes - 1, started_at, relay)
     return verdict
@@ -71,30 +78,30 @@ def run(config: Config, paths: Paths, words: list[str], workers: int | None, por
 class SignalRelay:
     """Passes signals on to a command: the first as SIGINT, the only one that DVC leaves to its stage; a person's second as it is."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]"):
-        self._process = process
-        self._requested_at: float | None = None
-        # True once a signal came that is to end this process although workers have yet to hear of the command's end.
+    def __init__(self, command: int):
+        self._command, self._requested_at = command, -math.inf
+        self.command_ended = False
+        # True once a signal says not to wait for workers that have yet to hear of the command's end.
         self.hurried = False
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
-        """Pass a signal on, unless it repeats the first one: engines signal all processes at once, some several times."""
-        now = time.monotonic()
-        first = self._requested_at is None
-        self._requested_at = self._requested_at or now
-        if not first and now - self._requested_at < REPEAT_SECONDS[signal.Signals(number)]:
+        """Pass a signal on, unless it belongs to the same request as the first: engines signal all processes at once, several times."""
+        now, first = time.monotonic(), self._requested_at == -math.inf
+        if first:
+            self._requested_at = now
+        elif now < self._requested_at + STORM_SECONDS:
             return
-        if self._process.returncode is not None:
-            # Its process id may be another's by now.
+        if self.command_ended:
+            # Its process group may be another's by now.
             self.hurried = True
             return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGINT if first else number)
+            os.killpg(self._command, signal.SIGINT if first else number)
 
 
 @contextmanager
-def _relaying_signals(process: "subprocess.Popen[bytes]") -> Generator[SignalRelay]:
-    relay = SignalRelay(process)
+def _relaying_signals(command: int) -> Generator[SignalRelay]:
+    relay = SignalRelay(command)
     # Under nohup the end of a terminal is no reason to stop.
     numbers = [one for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
     before = {number: signal.signal(number, relay.on_signal) for number in numbers}
@@ -108,9 +115,9 @@ def _relaying_signals(process: "subprocess.Popen[bytes]") -> Generator[SignalRel
 def verdict_of(exit_code: int, store: ClusterStore) -> int:
     """Return the exit code of the ranks if they are why the command failed: DVC makes 255 of all of them."""
     last: int | None = store.get("last-exit-code")
-    if exit_code < 0:
+    if exit_code < 0 and last != STOPPED:
         return 128 - exit_code
-    return last if exit_code and last else exit_code
+    return last if exit_code and last else abs(exit_code)
 
 
 def wait_for_goodbyes(store: ClusterStore, expected: int, started_at: float, relay: SignalRelay, clock: Clock = time) -> None:

@@ -19,11 +19,10 @@ from pipeline.launch.failures import Failure, LaunchResult
 from pipeline.launch.outcome import describe
 from pipeline.launch.supervisor import Observer
 from pipeline.runs.status import StopRequested
+from pipeline.timeouts import ending_seconds
 
 log = logging.getLogger(__name__)
 
-# How long a worker whose ranks are done waits for the leader to end the job.
-ENDING_SECONDS = 90
 HEARTBEAT_SECONDS = 1
 # Returns the job with this machine's paths, and the reason if it cannot take part.
 Check = Callable[[JobOffer], tuple[Job, str | None]]
@@ -37,7 +36,7 @@ class Worker:
         self._name, self._leader, self._store = name, leader, store
         self._check, self._run_ranks, self._clock = check, run_ranks, clock
         self.stopped, self._busy = False, False
-        self._num_offers, self._offer_id, self._heartbeat_at, self._ranks_ended_at = 0, "", 0.0, 0.0
+        self._num_offers, self._offer_id, self._heartbeat_at, self._waits_until = 0, "", 0.0, 0.0
 
     def work(self) -> int:
         """Serve one job after the other until the leader ends; returns its exit code."""
@@ -67,8 +66,8 @@ class Worker:
 
     def _serve_new_offers(self) -> None:
         if self.stopped:
-            if self._clock.monotonic() > self._ranks_ended_at + ENDING_SECONDS:
-                raise PeerError(f"{self._leader}: the leader did not end in {ENDING_SECONDS} s")
+            if self._clock.monotonic() > self._waits_until:
+                raise PeerError(f"{self._leader}: this worker was stopped, and its leader did not end")
             return
         for value in self._store.since("offers", self._num_offers):
             self._num_offers += 1
@@ -118,7 +117,7 @@ class Worker:
 
     def _take_part(self, offer: JobOffer, job: Job) -> None:
         result = self._run_ranks(offer, job, _Reporter(self, offer))
-        self._ranks_ended_at = self._clock.monotonic()
+        self._waits_until = self._clock.monotonic() + ending_seconds(offer.config.dist.grace_seconds)
         self.stopped |= result.stopped_by is not None
         if self.stopped:
             # Ranks that were not yet in their loop, or not any more, could not agree on it.
@@ -127,8 +126,7 @@ class Worker:
 
     def _wait_for_end(self, offer: JobOffer) -> None:
         """Wait, with the ranks here done, until the leader ends the job or goes on without this worker."""
-        until = self._clock.monotonic() + ENDING_SECONDS
-        while self._clock.monotonic() < until and not self._has_ended(offer) and self._is_member(offer):
+        while self._clock.monotonic() < self._waits_until and not self._has_ended(offer) and self._is_member(offer):
             self.send_heartbeat(offer)
             self._clock.sleep(0.2)
 

@@ -6,6 +6,7 @@ import signal
 import time
 from types import FrameType
 
+from pipeline.launch.node import STORE
 from pipeline.launch.process_tree import dvc_above, is_dvc, kill
 from pipeline.timeouts import STORM_SECONDS
 
@@ -15,12 +16,14 @@ class StopRequest:
 
     The first signal asks the child to stop. What follows within STORM_SECONDS belongs to the same request: an engine signals every
     process of a job, and `lead` and the agent pass the signal on. A later signal kills the child and all below it.
+    `lead` turns its own first signal into SIGINT, perhaps late: below it, the first SIGINT is never a second request.
     """
 
     def __init__(self, child: int):
         self._child = child
         self._dvc = dvc_above()
         self._signalled_at: float | None = None
+        self._awaits_lead = STORE in os.environ
         self._requested = False
         # The signal that asked first, or the one that ended it at once; SIGTERM if DVC or another machine asked.
         self.signal: int | None = None
@@ -41,10 +44,12 @@ class StopRequest:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
+        from_lead = self._awaits_lead and number == signal.SIGINT
+        self._awaits_lead = self._awaits_lead and not from_lead
         if self._signalled_at is None:
             self._signalled_at = now
             self.request(number)
-        elif now > self._signalled_at + STORM_SECONDS:
+        elif not from_lead and now > self._signalled_at + STORM_SECONDS:
             self.at_once, self.signal = True, number
             kill(self._child)
 

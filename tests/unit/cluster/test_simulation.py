@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from pipeline.cluster.membership import MultiNode
-from pipeline.cluster.worker import ENDING_SECONDS
 from pipeline.config import MachineError, PeerError
 from pipeline.runs.status import STOPPED
+from pipeline.timeouts import ending_seconds
 from tests.kit.machine_faults import CLOCKS, FAULTS, OF_WORKERS
 from tests.kit.machines import Machines
 from tests.kit.simulation import World
@@ -39,7 +39,7 @@ def problems(machines: Machines) -> list[str]:
             found.append(f"{one.name} ended with {one.result}, and the leader with {verdict}")
         if one.ended_at > machines.leader.ended_at + 5 and one.name not in machines.touched() and "pause of all" not in faults:
             found.append(f"{one.name} ended {one.ended_at - machines.leader.ended_at:.0f} s after the leader")
-        if signalled_at is not None and one.ended_at > signalled_at + ENDING_SECONDS + 30:
+        if signalled_at is not None and one.ended_at > signalled_at + ending_seconds(60) + 30:
             found.append(f"{one.name} ended {one.ended_at - signalled_at:.0f} s after its signal")
     if MachineError.exit_code in machines.stage_codes and not faults & set(CLOCKS):
         found.append("a job was refused without a reason")
