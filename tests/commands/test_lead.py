@@ -12,57 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.kit.compose import free_port
-from tests.kit.experiment import ROOT, Experiment
-
-# Long enough to be interrupted, with a global batch that three ranks can share.
-LONG = {"data__name": "synthetic:3000", "train__epochs": 8, "dist__batch_size_per_gpu": 96}
-
-
-def experiment_in(folder: Path, **changes) -> Experiment:
-    folder.mkdir()
-    return Experiment(folder).set(**changes)
-
-
-class Job:
-    """A leader's training and its workers, each in a folder of its own."""
-
-    def __init__(self, folder: Path, workers: int = 1, **changes):
-        self.port, self._workers = free_port(), workers
-        self.leading = experiment_in(folder / "leader", **changes)
-        self._folder, self._changes, self._joined = folder, changes, 0
-        self.leading.run("prepare")
-
-    def lead(self, *words: str, **environment: str) -> subprocess.Popen[str]:
-        words = words or (sys.executable, "-m", "pipeline", "train", "--params", str(self.leading.params))
-        return self.leading.start("lead", "--workers", str(self._workers), "--port", str(self.port), *words, **environment)
-
-    def join(self, **environment: str) -> subprocess.Popen[str]:
-        self._joined += 1
-        own = experiment_in(self._folder / f"worker-{self._joined}", **self._changes)
-        return own.start("join", f"127.0.0.1:{self.port}", **environment)
-
-    def wait_for_steps(self, count: int) -> None:
-        until = time.monotonic() + 120
-        while time.monotonic() < until:
-            for journal in (self.leading.folder / "runs").glob("*/journal.jsonl"):
-                if journal.read_text().count("train/loss") >= count:
-                    return
-            time.sleep(0.05)
-        raise AssertionError(f"not {count} log lines in time")
-
-
-def end(process: subprocess.Popen[str], seconds: float = 200) -> tuple[int, str]:
-    said, _ = process.communicate(timeout=seconds)
-    return process.returncode, said
-
-
-def digest(experiment: Experiment) -> str:
-    return experiment.json("models/receipt.json")["weights_sha256"]
-
-
-def ranks_below(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return [one for one in psutil.Process(process.pid).children(recursive=True) if "pipeline.training.train_rank" in one.cmdline()[1:4]]
+from tests.kit.experiment import ROOT
+from tests.kit.leading import LONG, Job, digest, end, experiment_in, ranks_below
 
 
 @pytest.fixture(scope="module")
