@@ -7,16 +7,19 @@ port can take part in the job: use it in a trusted network only.
 import contextlib
 import json
 import os
+import socket
 import uuid
 from collections.abc import Generator
 from datetime import timedelta
-from socket import socket
 from typing import Any, Protocol
+
+import psutil
 
 from pipeline.config import PeerError
 from pipeline.hardware.network import endpoint
 
-TIMEOUT_SECONDS = 30
+# For how long the network to the leader may be silent; a lost worker is let go earlier.
+TIMEOUT_SECONDS, KEEPALIVE_SECONDS = 30, 5
 
 
 class KeyValueStore(Protocol):
@@ -82,7 +85,7 @@ class ClusterStore:
             raise PeerError(f"{self._where}: the leader is gone ({why}); start it again, and then join again") from None
 
 
-def serve(host: str, port: int, listening: socket) -> ClusterStore:
+def serve(host: str, port: int, listening: socket.socket) -> ClusterStore:
     """Return a store that this process keeps open for others on a listening socket, which it reaches itself under a host's name."""
     return _open(host, port, listening.detach())
 
@@ -103,4 +106,22 @@ def _open(host: str, port: int, descriptor: int | None) -> ClusterStore:
         store = TCPStore(host, port, is_master=descriptor is not None, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor)
     except RuntimeError:
         raise PeerError(f"{where}: something answers, but it is no leader; is the port right?") from None
+    _limit_silence(port)
     return ClusterStore(store, where)
+
+
+def _limit_silence(port: int) -> None:
+    """Let connections to the store fail once the network is silent; a leader that is only stopped still acknowledges."""
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return
+    options = {
+        socket.TCP_USER_TIMEOUT: 1000 * TIMEOUT_SECONDS,
+        socket.TCP_KEEPIDLE: KEEPALIVE_SECONDS,
+        socket.TCP_KEEPINTVL: KEEPALIVE_SECONDS,
+    }
+    for one in psutil.Process().net_connections("tcp"):
+        if one.raddr and one.raddr.port == port and one.fd >= 0:
+            with socket.socket(fileno=os.dup(one.fd)) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option, value in options.items():
+                    connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -17,16 +17,16 @@ from tests.kit.experiment import clean_environment
 class Server:
     """A real one, with a store of its own that outlives it."""
 
-    def __init__(self, folder: Path, **environment: str):
-        self.folder, self.port, self._environment = folder, free_port(), environment
+    def __init__(self, folder: Path, host: str = "127.0.0.1", **environment: str):
+        self.folder, self.host, self.port, self._environment = folder, host, free_port(), environment
         folder.mkdir(exist_ok=True)
 
     @property
     def uri(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def start(self, answers: int = 200) -> "Server":
-        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
+        command = [sys.executable, "-m", "mlflow", "server", "--host", self.host, "--port", str(self.port), "--workers", "1"]
         store = ["--backend-store-uri", f"sqlite:///{self.folder / 'mlflow.db'}", "--artifacts-destination", str(self.folder / "artifacts")]
         environment = clean_environment() | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"} | self._environment
         log = (self.folder / "server.log").open("a")

@@ -1,0 +1,129 @@
+"""A network that drops, loses and delays without a word: between leader and worker, between their ranks, and to MLflow."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.kit.compose import free_port
+from tests.kit.experiment import ROOT, Experiment, clean_environment
+from tests.kit.leading import LONG, digest, end, experiment_in
+from tests.kit.networks import Link
+from tests.kit.servers import Server
+from tests.kit.waiting import until
+
+# Ranks that stand still are noticed in seconds.
+WATCHED = LONG | {"dist__timeout_seconds": 20, "train__epochs": 20}
+
+
+def start(link: Link, side: str, experiment: Experiment, *words: str, **environment: str) -> subprocess.Popen[str]:
+    command = [*link.within(side), sys.executable, "-m", "pipeline", words[0], "--params", str(experiment.params), *words[1:]]
+    environment = clean_environment() | environment
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+class Pair:
+    """A leader and a worker with a link between them."""
+
+    def __init__(self, link: Link, folder: Path, **changes):
+        self.link, self.port, self._folder = link, free_port(), folder
+        self.leading, self._changes, self._joined = experiment_in(folder / "leader", **changes), changes, 0
+        self.leading.run("prepare")
+        train = (sys.executable, "-m", "pipeline", "train", "--params", str(self.leading.params))
+        self.leader = start(link, "a", self.leading, "lead", "--workers", "1", "--port", str(self.port), *train)
+        self.worker = self.join()
+
+    def join(self) -> subprocess.Popen[str]:
+        self._joined += 1
+        own = experiment_in(self._folder / f"worker-{self._joined}", **self._changes)
+        return start(self.link, "b", own, "join", f"{self.link.addresses['a']}:{self.port}")
+
+    def lines(self) -> int:
+        return sum(path.read_text().count("train/loss") for path in (self.leading.folder / "runs").glob("*/journal.jsonl"))
+
+    def wait_for_steps(self, count: int, seconds: float = 120) -> None:
+        wanted = self.lines() + count
+        until(lambda: self.lines() >= wanted, self.leader, seconds)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the experiment on one machine, left alone."""
+    alone = experiment_in(tmp_path_factory.mktemp("alone") / "one", **WATCHED)
+    alone.run("prepare")
+    alone.run("train")
+    return digest(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.fault(34, "all lost for 5 s, a fifth lost for 10 s, a second's delay for 10 s, between leader, worker and their ranks")
+def test_a_network_that_comes_back_costs_nothing_but_time(tmp_path: Path, reference: str) -> None:
+    with Link() as link:
+        pair = Pair(link, tmp_path, **WATCHED)
+        pair.wait_for_steps(10)
+        link.drops = True
+        time.sleep(1)
+        before = pair.lines()
+        time.sleep(4)
+        assert pair.lines() == before, "it went on without a network"
+        link.drops = False
+        pair.wait_for_steps(5, 30)
+        link.loss = 0.2
+        time.sleep(10)
+        link.loss, link.delay_seconds = 0.0, 1.0
+        time.sleep(10)
+        link.delay_seconds = 0.0
+        code, said = end(pair.leader)
+        assert code == 0, said
+        assert "starting again" not in said
+        assert end(pair.worker, 15)[0] == 0
+        assert link.dropped > 50
+    assert digest(pair.leading) == reference
+
+
+@pytest.mark.slow
+@pytest.mark.fault(34, "all lost for good, between leader and worker: both notice, and another worker takes the place")
+def test_a_network_that_stays_away_is_noticed_on_both_sides_and_another_worker_takes_over(tmp_path: Path, reference: str) -> None:
+    with Link() as link:
+        pair = Pair(link, tmp_path, **WATCHED)
+        pair.wait_for_steps(10)
+        link.drops = True
+        dropped_at = time.monotonic()
+        code, said = end(pair.worker, 100)
+        assert code == 6, said
+        assert f"{link.addresses['a']}:{pair.port}: the leader is gone" in said
+        assert time.monotonic() - dropped_at < 60
+        link.drops = False
+        other = pair.join()
+        code, said = end(pair.leader)
+        assert code == 0, said
+        assert "starting again" in said
+        assert end(other, 15)[0] == 0
+    assert digest(pair.leading) == reference
+
+
+@pytest.mark.slow
+@pytest.mark.fault(34, "all lost between the ranks and MLflow, from the middle on")
+def test_a_network_to_mlflow_that_stays_away_costs_a_warning(tmp_path: Path) -> None:
+    with Link(a_is_here=True) as link:
+        server = Server(tmp_path / "server", host=link.addresses["a"]).start()
+        experiment = experiment_in(tmp_path / "one", **LONG)
+        experiment.run("prepare")
+        process = start(link, "b", experiment, "train", MLFLOW_TRACKING_URI=server.uri)
+        until(lambda: [path for path in experiment.folder.glob("runs/*/mirror.json") if "run_id" in path.read_text()], process)
+        until(lambda: experiment.journal("metrics")[20:], process)
+        link.drops = True
+        until(lambda: experiment.journal("finished"), process)
+        finished_at = time.monotonic()
+        code, said = end(process)
+        assert code == 0, said
+        assert time.monotonic() - finished_at < 40
+        assert said.count("MLflow does not have all of it yet") == 1
+        assert "python -m pipeline sync" in said
+        link.drops = False
+        synced = start(link, "b", experiment, "sync", MLFLOW_TRACKING_URI=server.uri)
+        code, said = end(synced)
+        assert code == 0, said
+        server.kill()
