@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from pipeline import ranks
-from pipeline.cluster.environment import detect
 from pipeline.config import Config, ConfigError, MachineError
 from pipeline.hardware import network
 from pipeline.hardware.machine import Machine
@@ -107,22 +106,6 @@ def test_a_lock_whose_launcher_is_dead_is_waited_for(tmp_path: Path) -> None:
     with run_lock(path):
         assert time.monotonic() - started_at > 1
     process.wait()
-
-
-def test_an_engine_is_believed_or_told_what_is_missing() -> None:
-    assert detect(config(), {}) is None
-    assert detect(config(), {"PET_NNODES": "1:1"}) is None
-    named = {"PET_NNODES": "1:2", "PET_RDZV_ENDPOINT": "job-0:29500", "PET_NODE_RANK": "1"}
-    found = detect(config(), named)
-    assert found is not None
-    assert (found.nodes, found.leads, found.host, found.port) == (2, False, "job-0", 29500)
-    here = detect(config(), {"PET_NNODES": "2", "PET_MASTER_ADDR": "localhost"})
-    assert here is not None
-    assert (here.leads, here.port) == (True, 29500)
-    with pytest.raises(ConfigError, match="set world_size: 8"):
-        detect(config(), named | {"PET_NPROC_PER_NODE": "4"})
-    with pytest.raises(ConfigError, match="says where they meet"):
-        detect(config(), {"PET_NNODES": "2"})
 
 
 def test_several_machines_without_a_leader_are_refused_with_the_two_commands(monkeypatch: pytest.MonkeyPatch) -> None:
