@@ -105,8 +105,8 @@ class Worker:
             if not refusal and self._is_member(offer):
                 log.info("%s %s: run %s", offer.stage, offer.config.model.name, offer.run)
                 self._busy = True
-                self._take_part(offer, job)
-                self._wait_for_end(offer)
+                if self._take_part(offer, job):
+                    self._wait_for_end(offer)
                 self._busy = False
             elif not announced and self._store.get(f"{offer.id}/members"):
                 log.info("%s %s: enough others take part; waiting as a spare", offer.stage, offer.config.model.name)
@@ -115,14 +115,17 @@ class Worker:
                 self.send_heartbeat(offer)
             self._clock.sleep(0.1)
 
-    def _take_part(self, offer: JobOffer, job: Job) -> None:
-        result = self._run_ranks(offer, job, _Reporter(self, offer))
+    def _take_part(self, offer: JobOffer, job: Job) -> bool:
+        """Run the ranks here; returns False if they were ended because others took their place: this worker may be needed again."""
+        reporter = _Reporter(self, offer)
+        result = self._run_ranks(offer, job, reporter)
         self._waits_until = self._clock.monotonic() + ending_seconds(offer.config.dist.grace_seconds)
         self.stopped |= result.stopped_by is not None
         if self.stopped:
             # Ranks that were not yet in their loop, or not any more, could not agree on it.
             with contextlib.suppress(PeerError):
                 self._store.append(f"{offer.id}/leaving", self._name)
+        return not reporter.was_over
 
     def _wait_for_end(self, offer: JobOffer) -> None:
         """Wait, with the ranks here done, until the leader ends the job or goes on without this worker."""
@@ -164,7 +167,7 @@ class _Reporter:
     """The supervisor's observer on a worker: reports to the leader, who decides."""
 
     def __init__(self, worker: Worker, offer: JobOffer):
-        self._worker, self._offer = worker, offer
+        self._worker, self._offer, self.was_over = worker, offer, False
 
     def failed(self, failure: Failure) -> str | None:
         """Report it."""
@@ -185,4 +188,5 @@ class _Reporter:
 
     def over(self, idle_seconds: float) -> bool:
         """Return whether torchrun is to be ended here."""
-        return self._worker.is_over(self._offer)
+        self.was_over = self._worker.is_over(self._offer)
+        return self.was_over
