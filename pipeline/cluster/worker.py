@@ -19,7 +19,7 @@ from pipeline.launch.failures import Failure, LaunchResult
 from pipeline.launch.outcome import describe
 from pipeline.launch.supervisor import Observer
 from pipeline.runs.status import StopRequested
-from pipeline.timeouts import ending_seconds
+from pipeline.timeouts import STORM_SECONDS, ending_seconds
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Worker:
     def __init__(self, name: str, leader: str, store: ClusterStore, check: Check, run_ranks: RunRanks, clock: Clock = time):
         self._name, self._leader, self._store = name, leader, store
         self._check, self._run_ranks, self._clock = check, run_ranks, clock
-        self.stopped, self._busy = False, False
+        self.stopped, self._stopped_at, self._busy = False, inf, False
         self._num_offers, self._offer_id, self._heartbeat_at, self._waits_until = 0, "", 0.0, 0.0
 
     def work(self) -> int:
@@ -59,10 +59,15 @@ class Worker:
             raise
 
     def stop(self) -> None:
-        """Handle a request to stop: StopRequested where this machine only waits; ranks that run here have their own handler."""
+        """Handle a request to stop: StopRequested where this machine only waits, or was asked before; else the job is to stop first."""
         if not self._busy:
             raise StopRequested("stopped on request while it waited for a job")
-        self.stopped = True
+        if self._clock.monotonic() > self._stopped_at + STORM_SECONDS:
+            raise StopRequested("stopped by a second signal, before the leader had ended the job")
+        self._note_stop()
+
+    def _note_stop(self) -> None:
+        self.stopped, self._stopped_at = True, min(self._stopped_at, self._clock.monotonic())
 
     def _serve_new_offers(self) -> None:
         if self.stopped:
@@ -120,7 +125,8 @@ class Worker:
         reporter = _Reporter(self, offer)
         result = self._run_ranks(offer, job, reporter)
         self._waits_until = self._clock.monotonic() + ending_seconds(offer.config.dist.grace_seconds)
-        self.stopped |= result.stopped_by is not None
+        if result.stopped_by is not None:
+            self._note_stop()
         if self.stopped:
             # Ranks that were not yet in their loop, or not any more, could not agree on it.
             with contextlib.suppress(PeerError):
