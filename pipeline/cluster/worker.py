@@ -19,7 +19,7 @@ from pipeline.launch.failures import Failure, LaunchResult
 from pipeline.launch.outcome import describe
 from pipeline.launch.supervisor import Observer
 from pipeline.runs.status import StopRequested
-from pipeline.timeouts import ending_seconds
+from pipeline.timeouts import STORM_SECONDS, ending_seconds
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Worker:
     def __init__(self, name: str, leader: str, store: ClusterStore, check: Check, run_ranks: RunRanks, clock: Clock = time):
         self._name, self._leader, self._store = name, leader, store
         self._check, self._run_ranks, self._clock = check, run_ranks, clock
-        self.stopped, self._busy = False, False
+        self.stopped, self._stopped_at, self._busy = False, inf, False
         self._num_offers, self._offer_id, self._heartbeat_at, self._waits_until = 0, "", 0.0, 0.0
 
     def work(self) -> int:
@@ -59,10 +59,15 @@ class Worker:
             raise
 
     def stop(self) -> None:
-        """Handle a request to stop: StopRequested where this machine only waits; ranks that run here have their own handler."""
+        """Handle a request to stop: StopRequested where this machine only waits, or was asked before; else the job is to stop first."""
         if not self._busy:
             raise StopRequested("stopped on request while it waited for a job")
-        self.stopped = True
+        if self._clock.monotonic() > self._stopped_at + STORM_SECONDS:
+            raise StopRequested("stopped by a second signal, before the leader had ended the job")
+        self._note_stop()
+
+    def _note_stop(self) -> None:
+        self.stopped, self._stopped_at = True, min(self._stopped_at, self._clock.monotonic())
 
     def _serve_new_offers(self) -> None:
         if self.stopped:
@@ -105,8 +110,8 @@ class Worker:
             if not refusal and self._is_member(offer):
                 log.info("%s %s: run %s", offer.stage, offer.config.model.name, offer.run)
                 self._busy = True
-                self._take_part(offer, job)
-                self._wait_for_end(offer)
+                if self._take_part(offer, job):
+                    self._wait_for_end(offer)
                 self._busy = False
             elif not announced and self._store.get(f"{offer.id}/members"):
                 log.info("%s %s: enough others take part; waiting as a spare", offer.stage, offer.config.model.name)
@@ -115,14 +120,18 @@ class Worker:
                 self.send_heartbeat(offer)
             self._clock.sleep(0.1)
 
-    def _take_part(self, offer: JobOffer, job: Job) -> None:
-        result = self._run_ranks(offer, job, _Reporter(self, offer))
+    def _take_part(self, offer: JobOffer, job: Job) -> bool:
+        """Run the ranks here; returns False if they were ended because others took their place: this worker may be needed again."""
+        reporter = _Reporter(self, offer)
+        result = self._run_ranks(offer, job, reporter)
         self._waits_until = self._clock.monotonic() + ending_seconds(offer.config.dist.grace_seconds)
-        self.stopped |= result.stopped_by is not None
+        if result.stopped_by is not None:
+            self._note_stop()
         if self.stopped:
             # Ranks that were not yet in their loop, or not any more, could not agree on it.
             with contextlib.suppress(PeerError):
                 self._store.append(f"{offer.id}/leaving", self._name)
+        return not reporter.was_over
 
     def _wait_for_end(self, offer: JobOffer) -> None:
         """Wait, with the ranks here done, until the leader ends the job or goes on without this worker."""
@@ -164,7 +173,7 @@ class _Reporter:
     """The supervisor's observer on a worker: reports to the leader, who decides."""
 
     def __init__(self, worker: Worker, offer: JobOffer):
-        self._worker, self._offer = worker, offer
+        self._worker, self._offer, self.was_over = worker, offer, False
 
     def failed(self, failure: Failure) -> str | None:
         """Report it."""
@@ -185,4 +194,5 @@ class _Reporter:
 
     def over(self, idle_seconds: float) -> bool:
         """Return whether torchrun is to be ended here."""
-        return self._worker.is_over(self._offer)
+        self.was_over = self._worker.is_over(self._offer)
+        return self.was_over
