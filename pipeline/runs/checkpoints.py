@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.config import MachineError
 from pipeline.files import read_checksummed_json
+from pipeline.tracking.journal import read
 
 INDEX = "index.json"
 
@@ -44,6 +45,21 @@ def journal_until(journal: Path | None, size_bytes: int = -1) -> list[Any]:
     return [len(content), hashlib.sha256(content).hexdigest()]
 
 
+def count_metrics(journal: Path | None, until_step: int) -> int:
+    """Return how many lines of metrics a journal has up to a step."""
+    if journal is None:
+        return 0
+    return sum(line["kind"] == "metrics" and line["step"] <= until_step for line in read(journal))
+
+
+def _is_covered(entry: dict[str, Any], journal: Path | None) -> bool:
+    """Return True if the journal still has what it had when this checkpoint was written."""
+    if "journal" in entry:
+        return entry["journal"] == journal_until(journal, entry["journal"][0])
+    # The index was rebuilt, and the file knows only the number.
+    return journal is None or count_metrics(journal, entry["step"]) >= entry.get("metrics", 0)
+
+
 def usable(
     folder: Path, index: dict[str, Any], journal: Path | None, warn: Callable[[str], None]
 ) -> Iterator[tuple[dict[str, Any], bytes]]:
@@ -54,7 +70,7 @@ def usable(
         # From before it, where that can be, the best model comes about again; a later one may beat it anyway.
         entries.sort(key=lambda entry: entry["step"] >= best["step"])
     for entry in entries:
-        if "journal" in entry and entry["journal"] != journal_until(journal, entry["journal"][0]):
+        if not _is_covered(entry, journal):
             # Figures are written once: those that are gone come about again only from before them.
             warn(f"{folder / entry['file']} does not go with the journal, which has been cut")
             continue

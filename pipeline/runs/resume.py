@@ -69,7 +69,10 @@ def _copy(source: Path, job: Job, step: int, header: dict[str, Any]) -> None:
     with atomic_folder(job.checkpoints) as scratch:
         shutil.copytree(source / "checkpoints", scratch, dirs_exist_ok=True)
         index = read_checksummed_json(scratch / "index.json")
-        if index is not None:
+        if index is None:
+            # It is rebuilt from the files, and may not come back from the other run's journal.
+            (scratch / "index.json").unlink(missing_ok=True)
+        else:
             entries = [entry | {"journal": [len(content), hashlib.sha256(content).hexdigest()]} for entry in index["checkpoints"]]
             write_checksummed_json(scratch / "index.json", index | {"checkpoints": entries})
     os.replace(partial, job.journal)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from pipeline.files import atomic_write, write_checksummed_json
 from pipeline.ranks import Ranks
-from pipeline.runs.checkpoints import INDEX, journal_until, listed, none_left, read_index, usable
+from pipeline.runs.checkpoints import INDEX, count_metrics, journal_until, listed, none_left, read_index, usable
 from pipeline.tracking.journal import CHECKPOINT, last
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Checkpoints:
         for index, values in state.items():
             tensors |= {f"optimizer.{index}.{key}": value for key, value in values.items() if isinstance(value, Tensor)}
         index = self._index()
-        content = packed(tensors, step=str(step), best=json.dumps(index.get("best")), **due)
+        content = packed(tensors, step=str(step), best=json.dumps(index.get("best")), metrics=str(count_metrics(self._journal, step)), **due)
         file = f"step-{step:08d}.safetensors"
         atomic_write(self._folder / file, content)
         # Not those that were refused when this run went on: they would push out good ones.
@@ -175,7 +175,7 @@ def _index_of(folder: Path, files: list[Path]) -> dict[str, Any]:
         facts = proven(content)
         if facts is not None:
             entry: dict[str, Any] = {"step": int(facts["step"]), "file": file.name, "sha256": hashlib.sha256(content).hexdigest()}
-            known = {name: json.loads(facts[name]) for name in ("accuracy", "best") if name in facts}
+            known = {name: json.loads(facts[name]) for name in ("accuracy", "best", "metrics") if name in facts}
             entries[file.name.partition("-")[0]].append(entry | known)
     written = [file for file in files if file.name.startswith("step-")]
     # A damaged list without a file may have named one.

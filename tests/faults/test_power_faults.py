@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.runs import checkpoints
+from pipeline.tracking import journal as journals
 from tests.kit.experiment import LONGER, Experiment
 from tests.kit.power import Disk, kill_all
 from tests.kit.trainings import mlflow_runs, same_figures, wait_for_step
+from tests.kit.waiting import until
 
 Note = Callable[[str, object], None]
 EVERY_STEPS = 20
@@ -27,10 +29,15 @@ def step_of(path: str | None) -> int:
     return int(Path(path).stem.partition("-")[2]) if path else 0
 
 
+def journals_of(experiment: Experiment) -> Iterator[Path]:
+    return (experiment.folder / "runs").glob("*/journal.jsonl")
+
+
 def trained_until_the_power_is_cut(experiment: Experiment, disk: Disk, step: int, **environment: str) -> tuple[int, str | None]:
     """Returns the step of the newest save that had returned, and the checkpoint that is left."""
     process = experiment.start("train", **environment)
-    wait_for_step(experiment, step, process)
+    # The last cut may have left zeros at the journal's end, which the start cuts off.
+    until(lambda: any(journals.last(path, "metrics").get("step", 0) >= step for path in journals_of(experiment)), process)
     # A figure of a later step was written after it.
     saved = (max(line["step"] for line in experiment.journal("metrics")) - 1) // EVERY_STEPS * EVERY_STEPS
     disk.cut()

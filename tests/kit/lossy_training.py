@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,16 @@ from pipeline.training.evaluation import Result
 from pipeline.training.guard import NonFiniteGuard
 from pipeline.training.schedule import Schedule
 
-STEPS = loop.Steps(total=6, per_epoch=3, per_log=1, per_checkpoint=2, global_batch=8)
-# Correct answers of ten, by the step of the validation.
-CORRECT = {3: 5, 6: 7}
+
+@dataclass(frozen=True)
+class Plan:
+    """When things happen, and how many answers of ten are correct, by the step of the validation."""
+
+    steps: loop.Steps
+    correct: dict[int, int]
+
+
+PLAN = Plan(loop.Steps(total=6, per_epoch=3, per_log=1, per_checkpoint=2, global_batch=8), {3: 5, 6: 7})
 
 
 class OnlyRank:
@@ -82,18 +90,34 @@ class Stop:
         return self._left < 0
 
 
+def parts() -> tuple[Model, torch.optim.Optimizer]:
+    """The model and its optimizer, as they begin."""
+    model = Model()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """The digest of weights and momenta."""
     momenta = {f"{key}": value["momentum_buffer"] for key, value in optimizer.state_dict()["state"].items()}
     return weights_sha256(dict(model.state_dict()) | momenta)
 
 
-class Told(Checkpoints):
-    """Checkpoints that remember what they restored and saved, and tell of every save that has returned."""
+class Watch:
+    """Hears what a training's checkpoints do."""
 
-    def __init__(self, folder: Path, keep: int, journal: Path, saved: Callable[[int], None]):
-        super().__init__(folder, keep, OnlyRank(), journal)
-        self._returned = saved
+    def restored(self, step: int, state: str) -> None:
+        """The training goes on from this step, in this state."""
+
+    def saved(self, step: int) -> None:
+        """The save of this step has returned."""
+
+
+class Told(Checkpoints):
+    """Checkpoints that tell what they do, and remember the states that they restored and saved."""
+
+    def __init__(self, folder: Path, keep: int, ranks: Any, journal: Path, watch: Watch):
+        super().__init__(folder, keep, ranks, journal)
+        self._watch = watch
         # Digests of weights and momenta by step.
         self.states: dict[int, str] = {}
         self.restored = -1
@@ -101,16 +125,17 @@ class Told(Checkpoints):
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         self.restored = super().restore(model, optimizer)
         self.states[self.restored] = state_of(model, optimizer)
+        self._watch.restored(self.restored, self.states[self.restored])
         return self.restored
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, validation_due: bool = False) -> bool:
         told = super().save(step, model, optimizer, validation_due)
         self.states[step] = state_of(model, optimizer)
-        self._returned(step)
+        self._watch.saved(step)
         return told
 
 
-def train(run: Path, keep: int = 2, steps: int | None = None, saved: Callable[[int], None] = lambda step: None) -> Told:
+def train(run: Path, keep: int = 2, steps: int | None = None, watch: Watch | None = None, plan: Plan = PLAN, ranks: Any = None) -> Told:
     """Do to a run's folder what a start of the train stage does, in its order; returns its checkpoints."""
     with run_lock(run / "lock"), ExitStack() as opened:
         write_identity(run, {"seed": 1})
@@ -121,28 +146,29 @@ def train(run: Path, keep: int = 2, steps: int | None = None, saved: Callable[[i
         journal.event("started", stage="train", tags={})
         journal.sync()
         running(run, 0, "again")
-        found = _as_rank(run, keep, steps, saved)
+        found = Told(run / "checkpoints", keep, ranks or OnlyRank(), run / "journal.jsonl", watch or Watch())
+        _as_rank(run, found, steps, plan)
         journal.event("ended", stage="train", outcome="done" if steps is None else "stopped", cause="")
-        Outcome("done", 0, "", None, STEPS.total, None, "").write(run)
+        Outcome("done", 0, "", None, plan.steps.total, None, "").write(run)
     return found
 
 
-def _as_rank(run: Path, keep: int, steps: int | None, saved: Callable[[int], None]) -> Told:
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-    found = Told(run / "checkpoints", keep, run / "journal.jsonl", saved)
+def _as_rank(run: Path, found: Told, steps: int | None, plan: Plan) -> None:
+    model, optimizer = parts()
     gradients = Gradients(model)
     with closing(Journal(run / "journal.jsonl")) as journal:
-        parts = loop.Parts(
-            strategy=gradients,
-            optimizer=optimizer,
-            guard=NonFiniteGuard(model, optimizer, lambda step: ""),
-            schedule=Schedule("cosine", 0.1, 1, STEPS.total),
-            checkpoints=found,
-            journal=journal,
-            stop=Stop(steps),
-            validate=lambda model: Result(0.5, CORRECT[gradients.done], 10, 10, torch.zeros(2, 2)),
+        step, done = loop.run(
+            model,
+            plan.steps,
+            loop.Parts(
+                strategy=gradients,
+                optimizer=optimizer,
+                guard=NonFiniteGuard(model, optimizer, lambda step: ""),
+                schedule=Schedule("cosine", 0.1, 1, plan.steps.total),
+                checkpoints=found,
+                journal=journal,
+                stop=Stop(steps),
+                validate=lambda model: Result(0.5, plan.correct[gradients.done], 10, 10, torch.zeros(2, 2)),
+            ),
         )
-        step, done = loop.run(model, STEPS, parts)
         journal.event("finished" if done else "stopped", step=step)
-    return found

@@ -20,7 +20,7 @@ from pipeline.training import checkpoint
 from tests.kit.experiment import settings
 from tests.kit.lossy_disk import CrashState
 from tests.kit.lossy_recording import Recording, only_files, only_folders
-from tests.kit.lossy_training import train
+from tests.kit.lossy_training import Watch, train
 
 # In memory: nothing here rests on the disk below.
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -31,6 +31,16 @@ RUN = Path("runs", "one")
 def folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=MEMORY) as name:
         yield Path(name)
+
+
+class Noting(Watch):
+    """Notes in a recording which save has returned."""
+
+    def __init__(self, recording: Recording):
+        self._recording = recording
+
+    def saved(self, step: int) -> None:
+        self._recording.note(step)
 
 
 def figures(run: Path) -> list[Any]:
@@ -52,9 +62,9 @@ def best(run: Path) -> tuple[int, float]:
 class Unhurt:
     """The same training left alone: what every other must end like."""
 
-    def __init__(self, run: Path, keep: int, saved: Callable[[int], None] = lambda step: None):
+    def __init__(self, run: Path, keep: int, watch: Watch | None = None):
         self.keep = keep
-        self.states = train(run, keep, saved=saved).states
+        self.states = train(run, keep, watch=watch).states
         self.figures, self.best = figures(run), best(run)
 
     def fault(self, run: Path, saved: int) -> str | None:
@@ -89,7 +99,7 @@ def faults(states: list[CrashState], look: Callable[[Path, int], str | None]) ->
 @pytest.mark.fault(32, "all that a training writes, with every loss and tear of what was not synced, at every write")
 def test_a_training_goes_on_from_every_state_that_a_power_cut_can_leave(keep: int, folder: Path, record_property: Any) -> None:
     with Recording(folder) as recording:
-        unhurt = Unhurt(folder / RUN, keep, saved=recording.note)
+        unhurt = Unhurt(folder / RUN, keep, Noting(recording))
     states = recording.crash_states()
     assert len(states) > 500
     assert list(faults(states, lambda root, saved: unhurt.fault(root / RUN, saved))) == []
@@ -128,7 +138,7 @@ def test_a_training_that_does_not_sync_or_not_in_order_is_found_out(
         if mistake:
             mistake(patched)
         # One save is enough for it.
-        train(root / RUN, 1, steps=2, saved=recording.note)
+        train(root / RUN, 1, steps=2, watch=Noting(recording))
     found = next(faults(recording.crash_states()[::-1], lambda root, saved: unhurt.fault(root / RUN, saved)), "")
     assert any(word in found for word in symptom.split("|")), found
 
@@ -147,7 +157,7 @@ def test_a_second_start_survives_a_power_cut_too(folder: Path) -> None:
     recording.settle()
     recording.note(4)
     with recording:
-        train(run, 2, saved=recording.note)
+        train(run, 2, watch=Noting(recording))
     states = recording.crash_states()
     assert len(states) > 100
     assert list(faults(states, lambda root, saved: unhurt.fault(root / RUN, saved))) == []

@@ -1,0 +1,146 @@
+"""Whatever is done to a run in its starts and between them: it goes on from its newest good checkpoint, with every figure once."""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from pipeline.config import Config, ConfigError, MachineError
+from pipeline.job import Job
+from pipeline.runs.resume import import_run
+from tests.kit.experiment import settings as experiment_settings
+from tests.kit.lossy_kills import Killed, Killer
+from tests.kit.lossy_ledger import MEMORY, PER_EPOCH, TOTAL, Ledger, plan_of, unhurt_of
+from tests.kit.lossy_training import OnlyRank, Told, Watch, parts, state_of, train
+
+IDENTITY = b'{\n  "seed": 1\n}\n'
+HEADER: dict[str, Any] = {"experiment": "one", "name": "one", "params": {}, "tags": {}}
+DESCRIPTORS = Path("/proc/self/fd")
+# Before which of the file operations of a start a kill comes, if one comes.
+KILL = st.none() | st.integers(1, 150)
+
+
+class FirstOfMany(OnlyRank):
+    """Rank 0, which tells the others what it has read."""
+
+    content = b""
+
+    def from_first(self, content: bytes) -> bytes:
+        self.content = content
+        return content
+
+
+class OneOfMany(OnlyRank):
+    """Another rank: it reads and writes nothing."""
+
+    def __init__(self, first: FirstOfMany):
+        self._first = first
+
+    def only_first(self, thing: Any, otherwise: Any) -> Any:
+        return otherwise
+
+    def from_first(self, content: bytes) -> bytes:
+        return self._first.content
+
+
+class Runs(RuleBasedStateMachine):
+    """A training that is started, killed, damaged and taken over by other runs."""
+
+    @initialize(correct=st.tuples(*[st.integers(3, 6)] * (TOTAL // PER_EPOCH)))
+    def begin(self, correct: tuple[int, ...]) -> None:
+        self.correct = correct
+        self.home, self.number = Path(tempfile.mkdtemp(dir=MEMORY)), 0
+        self.begin_a_run()
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.home)
+
+    def begin_a_run(self) -> None:
+        self.number += 1
+        self.ledger = Ledger(self.home / str(self.number), unhurt_of(self.correct))
+
+    @rule(steps=st.integers(1, 7), per_checkpoint=st.integers(1, 5), keep=st.integers(1, 3), world=st.integers(1, 3), kill=KILL)
+    def start(self, steps: int, per_checkpoint: int, keep: int, world: int, kill: int | None) -> None:
+        ledger, first, descriptors = self.ledger, FirstOfMany(), set(DESCRIPTORS.iterdir())
+        ledger.begin(keep)
+        try:
+            with Killer.before(kill or 0, ledger.run):
+                found = train(ledger.run, keep, steps, ledger, plan_of(self.correct, per_checkpoint), first)
+        except Killed:
+            close_all_but(descriptors)
+            ledger.killed()
+        except MachineError as error:
+            assert "no good checkpoint is left" in str(error)
+            assert ledger.none, f"{error}, though one of {ledger.allowed} is there"
+            # As it says: the run is moved away.
+            self.begin_a_run()
+        else:
+            ledger.ended(min(found.restored + steps, TOTAL))
+            self.look_at_the_others(found, first, world)
+
+    def look_at_the_others(self, found: Told, first: FirstOfMany, world: int) -> None:
+        """Every rank has restored what rank 0 has."""
+        for _ in range(1, world):
+            model, optimizer = parts()
+            other = Told(self.ledger.run / "nothing", 1, OneOfMany(first), self.ledger.run / "nothing", Watch())
+            assert other.restore(model, optimizer) == found.restored
+            assert state_of(model, optimizer) == found.states[found.restored]
+
+    @rule(
+        name=st.sampled_from(
+            ["step-*", "step-*", "best-*", "index.json", "index.json", "journal.jsonl", "journal.jsonl", "*.json", "*lock"]
+        ),
+        which=st.integers(0, 3),
+        how=st.sampled_from(["cut", "flip", "delete"]),
+        share=st.floats(0, 1, exclude_max=True),
+    )
+    def hurt(self, name: str, which: int, how: str, share: float) -> None:
+        """Do something to a file while nobody runs; the newest first."""
+        files = sorted(self.ledger.run.rglob(name), reverse=True)
+        if files:
+            # A flipped bit of a figure that no checkpoint covers yet cannot be told from a figure.
+            self.ledger.hurt(files[which % len(files)], "cut" if name == "journal.jsonl" and how == "flip" else how, share)
+
+    @precondition(lambda self: self.ledger.written)
+    @rule(kill=KILL)
+    def take_over(self, kill: int | None) -> None:
+        """Go on in another run's folder, as with --resume."""
+        source, descriptors = self.ledger, set(DESCRIPTORS.iterdir())
+        allowed, none = source.may_be_restored()
+        identity = source.run / "identity.json"
+        is_named = identity.exists() and identity.read_bytes() == IDENTITY
+        self.begin_a_run()
+        values = {"device": "cpu", "backend": "gloo", "precision": "fp32", "prepared": self.home, "run": self.ledger.run}
+        job = Job.model_validate({"config": Config.model_validate(experiment_settings())} | values)
+        try:
+            try:
+                with Killer.before(kill or 0, self.ledger.run):
+                    import_run(source.run, job, json.loads(IDENTITY), HEADER)
+            except Killed:
+                close_all_but(descriptors)
+                import_run(source.run, job, json.loads(IDENTITY), HEADER)
+        except (ConfigError, MachineError) as error:
+            assert none or not is_named or allowed == {0}, f"{error}, though one of {allowed} is there"
+            shutil.rmtree(self.ledger.run, ignore_errors=True)
+            self.ledger = source
+        else:
+            self.ledger.take_over(source)
+
+
+def close_all_but(descriptors: set[Path]) -> None:
+    """What the kernel does for a process that is killed."""
+    for one in set(DESCRIPTORS.iterdir()) - descriptors:
+        try:
+            os.close(int(one.name))
+        except OSError:
+            continue
+
+
+class TestRuns(Runs.TestCase):
+    settings = settings(max_examples=settings.default.max_examples // 2, stateful_step_count=15)
