@@ -79,6 +79,25 @@ def test_a_sum_waits_for_the_rank_that_is_late(at: str, thread_ranks: Callable[.
         assert torch.equal(found, torch.stack([expected, expected]))
 
 
+def moved(group: Ranks, size: int) -> tuple[int, int, int]:
+    """How long a slice is, how many numbers this rank receives, and the size of the sum."""
+    lanes = Lanes([2, 1, 3], group.rank, 6)
+    summed = OrderedSum(lanes, group)
+    stack: list[Node[Tensor]] = []
+    for lane in lanes.own:
+        push(stack, (lane, 1, leaf(size, lane, torch.float32)), torch.Tensor.add)
+    under_way = summed.scatter(stack)
+    found = under_way.piece, under_way.buffer.numel()
+    summed.gather(under_way)
+    return *found, summed.result(under_way).numel()
+
+
+@pytest.mark.parametrize(("size", "piece"), [(6, 2), (7, 3), (1, 1)])
+def test_no_more_is_sent_than_a_slice_of_every_node_to_every_rank(size: int, piece: int, thread_ranks: Callable[..., list[Any]]) -> None:
+    """The nodes are lanes 0 and 1 together, 2, 3, and 4 and 5 together."""
+    assert thread_ranks(3, moved, size) == [(piece, 4 * piece, size)] * 3
+
+
 def test_tensors_are_cut_so_that_every_rank_finds_its_slices_together_with_zeros_at_the_end() -> None:
     first, second = torch.arange(1.0, 6), torch.arange(11.0, 16)
     assert _sliced([first, second], 3, 2).tolist() == [1, 2, 11, 12, 3, 4, 13, 14, 5, 0, 15, 0]
