@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.heartbeat import FORM, WAITING, Heartbeat
-from pipeline.parallel import ddp
 from pipeline.parallel.lanes import Lanes, Node, Task, fold, push
-from pipeline.parallel.ordered import OrderedSum, _sliced, add, add_lists
+from pipeline.parallel.ordered import LaneGradients, OrderedSum, _flat, _sliced, add, add_lists
 from pipeline.ranks import Ranks
 
 SHARES = [[6], [3, 3], [1, 5], [2, 4], [2, 2, 2], [1, 2, 3], [4, 1, 1], [3, 1, 2]]
@@ -79,6 +79,25 @@ def test_a_sum_waits_for_the_rank_that_is_late(at: str, thread_ranks: Callable[.
         assert torch.equal(found, torch.stack([expected, expected]))
 
 
+def moved(group: Ranks, size: int) -> tuple[int, int, int]:
+    """How long a slice is, how many numbers this rank receives, and the size of the sum."""
+    lanes = Lanes([2, 1, 3], group.rank, 6)
+    summed = OrderedSum(lanes, group)
+    stack: list[Node[Tensor]] = []
+    for lane in lanes.own:
+        push(stack, (lane, 1, leaf(size, lane, torch.float32)), torch.Tensor.add)
+    under_way = summed.scatter(stack)
+    found = under_way.piece, under_way.buffer.numel()
+    summed.gather(under_way)
+    return *found, summed.result(under_way).numel()
+
+
+@pytest.mark.parametrize(("size", "piece"), [(6, 2), (7, 3), (1, 1)])
+def test_no_more_is_sent_than_a_slice_of_every_node_to_every_rank(size: int, piece: int, thread_ranks: Callable[..., list[Any]]) -> None:
+    """The nodes are lanes 0 and 1 together, 2, 3, and 4 and 5 together."""
+    assert thread_ranks(3, moved, size) == [(piece, 4 * piece, size)] * 3
+
+
 def test_tensors_are_cut_so_that_every_rank_finds_its_slices_together_with_zeros_at_the_end() -> None:
     first, second = torch.arange(1.0, 6), torch.arange(11.0, 16)
     assert _sliced([first, second], 3, 2).tolist() == [1, 2, 11, 12, 3, 4, 13, 14, 5, 0, 15, 0]
@@ -95,6 +114,16 @@ def test_additions_are_made_in_the_place_of_the_left_value() -> None:
     assert add_lists(lefts, rights) is lefts
     assert [value.tolist() for value in lefts] == [[2, 2], [1]]
     assert [value.tolist() for value in rights] == [[1, 1], [1]]
+
+
+def test_gradients_lie_one_behind_the_other_in_the_memory_order_of_their_weights() -> None:
+    weights = [torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last), torch.zeros(3)]
+    of_weights, of_bias = torch.arange(24.0).view(2, 3, 2, 2), torch.tensor([30.0, 31, 32])
+    in_order = of_weights.to(memory_format=torch.channels_last)
+    expected = [*of_weights.permute(0, 2, 3, 1).flatten().tolist(), 30, 31, 32]
+    for gradient in (of_weights, in_order):
+        assert _flat([gradient, of_bias], weights).tolist() == expected
+    assert not weights[0].any()
 
 
 def network() -> nn.Module:
@@ -119,14 +148,23 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def trained(group: Ranks, per_rank: list[int], model: nn.Module) -> tuple[list[list[Tensor]], int]:
+def trained(group: Ranks, per_rank: list[int], model: nn.Module, bucket_mb: float) -> tuple[list[list[Tensor]], int]:
     """The gradients of three steps, and what the heartbeat shows after them."""
     group = replace(group, heartbeat=Heartbeat(None))
-    model = copy.deepcopy(model)
-    strategy = ddp.build(task(model), Lanes(per_rank, group.rank, 4 * sum(per_rank)), group, "ordered")
+    model, lanes = copy.deepcopy(model), Lanes(per_rank, group.rank, 4 * sum(per_rank))
+    parallel = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
+    kept = LaneGradients(lanes, group, [one for one in model.parameters() if one.requires_grad])
+    parallel.register_comm_hook(None, kept.hook)
     found = []
     for step in range(3):
-        strategy.backward(step)
+        model.zero_grad()
+        for lane in lanes.own:
+            last = lane == lanes.own[-1]
+            with nullcontext() if last else parallel.no_sync():
+                loss, _ = task(model).forward(parallel, step, lane)
+                (loss * (1 / lanes.global_batch)).backward()
+            if not last:
+                kept.keep(lane)
         found.append(gradients(model))
         assert all(one.grad.stride() == one.stride() for one in model.parameters() if one.grad is not None)
     return found, FORM.unpack(group.heartbeat._shown[: FORM.size])[3]
@@ -143,11 +181,14 @@ def by_hand(model: nn.Module, lanes: int, step: int) -> list[Tensor]:
     return fold(stack, lambda left, right: [a + b for a, b in zip(left, right, strict=True)])
 
 
-@pytest.mark.parametrize("per_rank", [[1], [4], [6], [2, 2], [3, 1], [1, 2, 1]], ids=str)
-def test_ddp_leaves_the_gradients_of_all_lanes_on_every_rank(per_rank: list[int], thread_ranks: Callable[..., list[Any]]) -> None:
+@pytest.mark.parametrize("bucket_mb", [25, 0.1])
+@pytest.mark.parametrize("per_rank", [[1], [6], [3, 1], [1, 2, 1]], ids=str)
+def test_ddp_leaves_the_gradients_of_all_lanes_on_every_rank(
+    per_rank: list[int], bucket_mb: float, thread_ranks: Callable[..., list[Any]]
+) -> None:
     model = network()
     expected = [by_hand(copy.deepcopy(model), sum(per_rank), step) for step in range(3)]
-    for found, phase in thread_ranks(len(per_rank), trained, per_rank, model):
+    for found, phase in thread_ranks(len(per_rank), trained, per_rank, model, bucket_mb):
         for step in range(3):
             assert len(found[step]) == len(expected[step]) == 7
             for one, other in zip(found[step], expected[step], strict=True):

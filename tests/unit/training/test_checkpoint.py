@@ -9,7 +9,7 @@ from torch import nn
 
 from pipeline.config import MachineError
 from pipeline.heartbeat import Heartbeat
-from pipeline.training.checkpoint import INDEX, Checkpoints, read_or_rebuild_index, weights_sha256
+from pipeline.training.checkpoint import INDEX, Checkpoints, _laid_out_like, read_or_rebuild_index, weights_sha256
 
 
 class SingleNode:
@@ -125,3 +125,23 @@ def test_the_digest_sees_names_shapes_and_every_bit() -> None:
     ]
     assert all(weights_sha256(one) != weights_sha256(tensors) for one in changed)
     assert weights_sha256(dict(reversed(tensors.items()))) == weights_sha256(tensors)
+
+
+def test_what_an_optimizer_keeps_besides_tensors_is_left_out(tmp_path: Path) -> None:
+    model, optimizer = parts()
+    descend(model, optimizer, range(1))
+    optimizer.state[next(model.parameters())]["calls"] = 3
+    Checkpoints(tmp_path, 3, SingleNode()).save(1, model, optimizer)
+    model, optimizer = parts()
+    assert Checkpoints(tmp_path, 3, SingleNode()).restore(model, optimizer) == 1
+    assert optimizer.state_dict()["state"][0].keys() == {"momentum_buffer"}
+
+
+def test_the_state_of_an_optimizer_takes_the_memory_order_of_its_weights_and_keeps_its_type() -> None:
+    weights = torch.zeros(2, 3, 4, 4, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    value = torch.randn(2, 3, 4, 4)
+    found = _laid_out_like(weights, value)
+    assert torch.equal(found, value)
+    assert (found.stride(), found.dtype) == (weights.stride(), torch.float32)
+    step = torch.tensor(3.0)
+    assert _laid_out_like(weights, step) is step

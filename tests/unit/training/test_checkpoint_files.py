@@ -16,7 +16,7 @@ from pipeline.config import MachineError
 from pipeline.heartbeat import COMPUTING, FORM, Heartbeat
 from pipeline.ranks import Ranks
 from pipeline.runs.checkpoints import read_index
-from pipeline.training.checkpoint import Checkpoints, _laid_out_like, facts_of, packed, proven, weights_sha256
+from pipeline.training.checkpoint import Checkpoints, facts_of, packed, proven, weights_sha256
 from tests.unit.training.test_checkpoint import SingleNode, descend, parts
 
 TENSORS: dict[str, Tensor] = {
@@ -116,9 +116,10 @@ def test_a_step_is_saved_once_and_rank_0_is_told_when_the_journal_knows_of_none(
     assert checkpoints.save(3, model, optimizer)
     path = tmp_path / "step-00000003.safetensors"
     path.unlink()
-    assert not checkpoints.save(3, model, optimizer)
+    assert checkpoints.save(3, model, optimizer) is False
     assert not path.exists()
     assert not checkpoints.save(4, model, optimizer)
+    assert Checkpoints(tmp_path / "other", 3, SingleNode()).save(3, model, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +162,8 @@ def test_a_validation_that_is_due_is_remembered(due: bool, tmp_path: Path) -> No
     assert not checkpoints.validation_due
     checkpoints.restore(model, optimizer)
     assert checkpoints.validation_due == due
+    facts = {"step": "3", "best": "null"} | ({"validation_due": "true"} if due else {})
+    assert proven((tmp_path / "step-00000003.safetensors").read_bytes()) == facts
     assert not Checkpoints(tmp_path, 3, SingleNode()).validation_due
 
 
@@ -230,17 +233,11 @@ def test_every_rank_goes_on_with_the_bits_that_rank_0_saved(
 
     assert thread_ranks(2, work) == [3, 3]
     assert not (tmp_path / "1").exists()
+    for _, others in start:
+        assert others.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
+        for index, state in others.state_dict()["state"].items():
+            assert state.keys() == optimizer.state_dict()["state"][index].keys()
     descend(model, optimizer, range(3, 6))
     for other, others in start:
         descend(other, others, range(3, 6))
         assert weights_sha256(other.state_dict()) == weights_sha256(model.state_dict())
-
-
-def test_the_state_of_an_optimizer_takes_the_memory_order_of_its_weights_and_keeps_its_type() -> None:
-    weights = torch.zeros(2, 3, 4, 4, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
-    value = torch.randn(2, 3, 4, 4)
-    found = _laid_out_like(weights, value)
-    assert torch.equal(found, value)
-    assert (found.stride(), found.dtype) == (weights.stride(), torch.float32)
-    step = torch.tensor(3.0)
-    assert _laid_out_like(weights, step) is step

@@ -120,6 +120,24 @@ def test_a_run_that_has_not_begun_has_an_empty_index_and_nothing_is_said_or_writ
     assert not folder.exists()
 
 
+def test_a_restore_writes_nothing_where_all_is_well(tmp_path: Path) -> None:
+    trained(tmp_path)
+    before = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    assert Checkpoints(tmp_path, 2, SingleNode()).restore(*parts()) == 6
+    assert {path.name: path.stat().st_ino for path in tmp_path.iterdir()} == before
+
+
+def test_every_rank_of_a_run_that_has_not_begun_starts_at_0(tmp_path: Path, thread_ranks: Callable[..., list[Any]]) -> None:
+    assert thread_ranks(2, lambda group: Checkpoints(tmp_path / "checkpoints", 2, group).restore(*parts())) == [0, 0]
+
+
+def test_a_damaged_index_without_files_is_told_of_before_it_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / INDEX).write_text("")
+    with pytest.raises(MachineError):
+        read_or_rebuild_index(tmp_path)
+    assert caplog.messages == [f"{tmp_path / INDEX} is damaged or missing; it is made anew from 0 files"]
+
+
 def test_a_best_model_alone_is_kept_where_no_checkpoint_was_written(tmp_path: Path) -> None:
     model, _ = parts()
     Checkpoints(tmp_path, 2, SingleNode()).save_best(model, 2, 0.5)
