@@ -13,7 +13,8 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 from pipeline.config import Config, ConfigError, DataError, MachineError, PeerError, load
-from pipeline.files import Paths
+from pipeline.files import Paths, describe
+from pipeline.output import best_effort_output
 from pipeline.runs.status import StopRequested
 
 COMMANDS = {
@@ -32,7 +33,7 @@ def main() -> int:
     arguments = vars(parser().parse_args())
     command, params = arguments.pop("command"), arguments.pop("params")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    # It tells of every cache of fonts that it makes.
+    # It logs every font cache that it builds.
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     try:
         config = load(params)
@@ -42,10 +43,7 @@ def main() -> int:
         print(with_params(str(error), params), file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(
-            f"{error.filename or command}: {error.strerror or error}; see that there is room and a right to write",
-            file=sys.stderr,
-        )
+        print(describe(error, command), file=sys.stderr)
         return MachineError.exit_code
     except KeyboardInterrupt:
         print("stopped; nothing half-written is left", file=sys.stderr)
@@ -67,14 +65,14 @@ def command_module(command: str) -> ModuleType:
 
 
 def with_params(text: str, params: Path) -> str:
-    """Every command that it names, for this experiment."""
+    """Add this experiment's --params to every command that the text names."""
     if params == Path("params.yaml"):
         return text
     return re.sub(r"(?<=run: )python -m pipeline \w+", lambda found: f"{found[0]} --params {shlex.quote(str(params))}", text)
 
 
 def number(least: int, most: int) -> Callable[[str], int]:
-    """A whole number between two, for argparse."""
+    """Return a parser of whole numbers in a range, for argparse."""
 
     def read(text: str) -> int:
         if not text.isdigit() or not least <= int(text) <= most:
@@ -85,7 +83,7 @@ def number(least: int, most: int) -> Callable[[str], int]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     whole = argparse.ArgumentParser(prog="python -m pipeline", description="Train image models with the same bits on any number of ranks.")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     each: dict[str, argparse.ArgumentParser] = {}
@@ -122,4 +120,6 @@ if __name__ == "__main__":
     # A job in the background of a shell ignores Ctrl-C.
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, interrupt)
-    sys.exit(main())
+    with best_effort_output():
+        code = main()
+    sys.exit(code)

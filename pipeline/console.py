@@ -21,8 +21,8 @@ class Progress:
         self._total, self._per_epoch = total_steps, steps_per_epoch
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live = Live(console=self._console, refresh_per_second=4, transient=True) if self._console.is_terminal else None
-        self._said_at = time.monotonic()
-        self._speed = 0.0
+        self._printed_at = time.monotonic()
+        self._images_per_second = 0.0
 
     def __enter__(self) -> "Progress":
         # What was there before has been shown before.
@@ -36,11 +36,11 @@ class Progress:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._console.print(text, markup=False)
 
     def tick(self) -> None:
-        """Show what is new."""
+        """Show what is new in the journal."""
         for line in self._tail:
             if line["kind"] == "metrics":
                 self._show(line["step"], line["values"])
@@ -53,17 +53,23 @@ class Progress:
             self.say(
                 f"epoch {epoch}/{epochs}  validation loss {values['validation/loss']:.4f}  accuracy {values['validation/accuracy']:.4f}"
             )
-            self._said_at = time.monotonic()
+            self._printed_at = time.monotonic()
         elif "train/loss" in values:
-            self._speed = values.get("train/images_per_second", self._speed)
+            self._images_per_second = values.get("train/images_per_second", self._images_per_second)
             images_left = (self._total / step - 1) * values["train/samples"]
-            left = time.strftime("%H:%M:%S", time.gmtime(images_left / self._speed)) if self._speed else "?"
+            left = hours(images_left / self._images_per_second) if self._images_per_second else "?"
             text = (
                 f"epoch {epoch}/{epochs}  step {step}/{self._total}  loss {values['train/loss']:.4f}  "
-                f"accuracy {values['train/accuracy']:.3f}  {self._speed:,.0f}/s  {left} left"
+                f"accuracy {values['train/accuracy']:.3f}  {self._images_per_second:,.0f}/s  {left} left"
             )
             if self._live:
                 self._live.update(Text(text, no_wrap=True, overflow="ellipsis"))
-            elif time.monotonic() - self._said_at > PLAIN_EVERY_SECONDS:
+            elif time.monotonic() - self._printed_at > PLAIN_EVERY_SECONDS:
                 self.say(text)
-                self._said_at = time.monotonic()
+                self._printed_at = time.monotonic()
+
+
+def hours(seconds: float) -> str:
+    """Return a duration as HH:MM:SS, with as many hours as it has."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60:02}:{minutes % 60:02}:{rest:02}"

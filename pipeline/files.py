@@ -6,19 +6,43 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
+NETWORK = (
+    *(errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ETIMEDOUT, errno.ENETDOWN),
+    *(errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EADDRINUSE, errno.EADDRNOTAVAIL),
+)
+FIXES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "see that there is room and a right to write"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "see that there is room and a right to write"),
+    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP), "move what is there away"),
+    **dict.fromkeys(NETWORK, "see that the network reaches it"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files: ulimit -n"),
+    **dict.fromkeys((errno.ENOMEM, errno.EAGAIN), "see that there is memory, and room for another process: ulimit -u"),
+    errno.EIO: "see whether its disk is sound",
+}
+
+
+def describe(error: OSError, where: str) -> str:
+    """Return an error of the system's in one line: the file, or else `where`, what is wrong, and what to do."""
+    text = f"{error.filename or where}: {error.strerror or error}"
+    # A name that does not resolve has numbers of its own.
+    fix = FIXES[errno.ENETUNREACH] if isinstance(error, (socket.gaierror, TimeoutError)) else FIXES.get(error.errno or 0)
+    return f"{text}; {fix}" if fix else text
+
 
 def check_room(folder: Path, needed_bytes: int) -> None:
-    """OSError where so much does not fit into a folder."""
+    """Raise OSError if the folder's disk has less room."""
     total_bytes, _, free_bytes = shutil.disk_usage(folder)
-    # Some file systems do not tell.
+    # Some file systems report no sizes.
     if total_bytes and free_bytes < needed_bytes:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed_bytes:,} bytes are needed, {free_bytes:,} are free", str(folder))
 
@@ -44,35 +68,54 @@ def atomic_write(path: Path, content: bytes) -> None:
     """A reader sees the old file or the new one, also after a power cut; where it does not fit, nothing is left of the new one."""
     make_folder(path.parent)
     check_room(path.parent, len(content))
-    scratch = path.with_name(f".{path.name}.partial")
-    try:
-        with scratch.open("wb") as file:
-            file.write(content)
-            file.flush()
+    scratch, rest = path.with_name(f".{path.name}.partial"), memoryview(content)
+    with _open_alone(scratch) as file:
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
             os.fsync(file.fileno())
-    except OSError:
-        scratch.unlink(missing_ok=True)
-        check_room(path.parent, len(content))
-        raise
-    os.replace(scratch, path)
+        except OSError:
+            scratch.unlink(missing_ok=True)
+            check_room(path.parent, len(content))
+            raise
+        os.replace(scratch, path)
     fsync_path(path.parent)
+
+
+def _open_alone(scratch: Path) -> FileIO:
+    """Open a scratch file, empty, for this process alone: another one may be writing the same file, or have been killed at it."""
+    while True:
+        file = scratch.open("ab", buffering=0)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        # Whoever held the lock has put the file in place, or removed it.
+        if _is_same_file(file, scratch):
+            file.truncate(0)
+            return file
+        file.close()
+
+
+def _is_same_file(file: FileIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def write_checksummed_json(path: Path, values: dict[str, Any]) -> None:
     """JSON that carries its own digest."""
-    atomic_write(path, (json.dumps(values | {"digest": _seal(values)}, indent=2) + "\n").encode())
+    atomic_write(path, (json.dumps(values | {"digest": _checksum(values)}, indent=2) + "\n").encode())
 
 
 def read_checksummed_json(path: Path) -> dict[str, Any] | None:
-    """What was written; None where that is damaged or missing."""
+    """Return what was written, or None if it is damaged or missing."""
     try:
         values: dict[str, Any] = json.loads(path.read_bytes())
-        return values if values.pop("digest") == _seal(values) else None
-    except (FileNotFoundError, ValueError, KeyError, AttributeError, TypeError):
+        return values if values.pop("digest") == _checksum(values) else None
+    except (FileNotFoundError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return None
 
 
-def _seal(values: dict[str, Any]) -> str:
+def _checksum(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -99,7 +142,7 @@ def atomic_folder(path: Path) -> Generator[Path]:
 
 @contextmanager
 def locked(path: Path) -> Generator[None]:
-    """Wait for a lock of the kernel's and hold it; it lets go when this process ends, however it ends."""
+    """Wait for a kernel lock (flock) and hold it; it is released when this process ends, however it ends."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -5,6 +5,7 @@ import shlex
 import time
 import uuid
 from collections.abc import Callable
+from threading import Event
 from typing import Any, Literal
 
 from pipeline.config import Config, MachineError, PeerError
@@ -17,6 +18,7 @@ from pipeline.launch.failures import FINAL_EXITS, Failure
 from pipeline.launch.node import STORE, Membership, SingleNode
 from pipeline.launch.process_tree import dvc_above
 from pipeline.launch.restarts import RestartPolicy
+from pipeline.launch.signals import deferred
 from pipeline.runs import checkpoints, status
 from pipeline.runs.status import StopRequested
 from pipeline.timeouts import RETURN_SECONDS
@@ -79,8 +81,8 @@ class RankStage:
     def _run(self, module: str, members: Membership, journal: Journal, progress: Progress, publish: Publish) -> int:
         job, run = self._job, self._job.run
         step = journals.last(job.journal, "metrics").get("step", 0)
-        status.running(run, step, self.command)
         mirror = MirrorProcess(run, self._paths)
+        status.running(run, step, self.command)
         started_at = time.monotonic()
         try:
             with progress:
@@ -88,29 +90,34 @@ class RankStage:
             end = outcome.judge(watch, job, checkpoints.newest(run), self.command)
         except OSError as error:
             end = outcome.broken(error, step, checkpoints.newest(run), self.command)
-        said = status.message(end)
-        try:
-            journal.event("left", stage=self._stage, elapsed_seconds=time.monotonic() - started_at)
-            if end.exit_code == 0:
-                said = publish(journal, mirror.run_id())
-            journal.event("ended", stage=self._stage, outcome=end.outcome, cause=end.cause)
-        except (OSError, MachineError) as error:
-            # Where the journal is full too, the mirror reads the ending in status.json.
-            end = outcome.unpublished(end, error, self.command)
-            said = status.message(end)
-        journal.close()
-        # Workers wait for no MLflow.
-        members.end_job(end.exit_code or 0)
-        progress.say(said)
-        end.write(run)
-        wrong = mirror.finish()
-        if wrong is None:
-            progress.say(f"MLflow: {address(run, self._paths)}")
-        else:
-            cure = f"python -m pipeline sync --params {shlex.quote(str(self._paths.params))}"
-            progress.say(f"MLflow does not have all of it yet ({wrong}). To catch up: {cure}")
+        with deferred() as signalled:
+            message = status.message(end)
+            try:
+                journal.event("attempt-ended", stage=self._stage, elapsed_seconds=time.monotonic() - started_at)
+                if end.exit_code == 0:
+                    message = publish(journal, mirror.run_id())
+                journal.event("ended", stage=self._stage, outcome=end.outcome, cause=end.cause)
+            except (OSError, MachineError) as error:
+                # If the journal is full too, the mirror reads the ending in status.json.
+                end = outcome.unpublished(end, error, self.command)
+                message = status.message(end)
+            journal.close()
+            end.write(run)
+            # Workers wait for no MLflow.
+            members.end_job(end.exit_code or 0)
+            progress.say(message)
+            self._finish_mirror(mirror, progress.say, signalled)
         assert end.exit_code is not None
         return end.exit_code
+
+    def _finish_mirror(self, mirror: MirrorProcess, say: Callable[[str], None], signalled: Event) -> None:
+        """Let MLflow have the rest, for as long as it takes it and nobody sends a signal."""
+        sync = f"python -m pipeline sync --params {shlex.quote(str(self._paths.params))}"
+        error = mirror.finish(signalled, lambda text: say(f"{text}; Ctrl-C leaves the rest to: {sync}"))
+        if error is None:
+            say(f"MLflow: {address(self._job.run, self._paths)}")
+        else:
+            say(f"MLflow does not have all of it yet ({error}). To catch up: {sync}")
 
 
 class _Observer:

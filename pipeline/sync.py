@@ -1,12 +1,12 @@
 """The sync command: what MLflow has not heard of yet is sent to it."""
 
 import logging
-import math
+from pathlib import Path
 
 from pipeline.config import Config, MachineError
-from pipeline.files import Paths
+from pipeline.files import Paths, describe
 from pipeline.runs.lock import run_lock
-from pipeline.tracking.mirror_process import MirrorProcess, is_behind
+from pipeline.tracking.mirror_process import MirrorProcess, is_behind, server_and_credentials
 from pipeline.tracking.mirror_state import UNANSWERED
 
 log = logging.getLogger(__name__)
@@ -15,20 +15,32 @@ log = logging.getLogger(__name__)
 def run(config: Config, paths: Paths) -> int:
     """Mirror every journal to its end; 4 if MLflow could not take one."""
     code = 0
+    server_and_credentials(paths)
     for journal in sorted(paths.runs.glob("*/journal.jsonl")):
-        run = journal.parent
-        if not is_behind(run, paths):
-            continue
-        log.info("%s: sending what MLflow has not heard of", run.name)
         try:
-            with run_lock(run / "lock"):
-                wrong = MirrorProcess(run, paths, patient=True).finish(math.inf)
-        except MachineError as error:
+            error = _mirrored(journal.parent, paths)
+        except (MachineError, OSError) as refused:
+            # The others may be sound.
+            error = describe(refused, str(journal.parent)) if isinstance(refused, OSError) else str(refused)
             log.info("%s", error)
-            continue
-        log.info("%s: %s", run.name, wrong or "MLflow has all of it")
-        code = MachineError.exit_code if wrong else code
-        if wrong and UNANSWERED in wrong:
-            # Nor will it to the others.
+        code = MachineError.exit_code if error else code
+        if error and UNANSWERED in error:
+            # Nor will it answer for the others.
             break
     return code
+
+
+def _mirrored(run: Path, paths: Paths) -> str | None:
+    """Send what MLflow does not have of one run; returns an error or None."""
+    if not is_behind(run, paths):
+        return None
+    log.info("%s: sending what MLflow has not heard of", run.name)
+    try:
+        with run_lock(run / "lock"):
+            error = MirrorProcess(run, paths, patient=True).settle()
+    except MachineError as running:
+        # It has a mirror of its own.
+        log.info("%s", running)
+        return None
+    log.info("%s: %s", run.name, error or "MLflow has all of it")
+    return error

@@ -18,6 +18,7 @@ from pipeline.hardware import machine
 from pipeline.hardware.placement import Placement, resolve
 from pipeline.job import Job
 from pipeline.launch.node import resolve_num_nodes
+from pipeline.launch.signals import deferred
 from pipeline.report import plots
 from pipeline.runs import checkpoints
 from pipeline.runs.identity import fingerprint, run_identity, versions, write_identity
@@ -26,16 +27,18 @@ from pipeline.runs.resume import import_run
 from pipeline.stage import RankStage, run_header
 from pipeline.timeouts import lock_seconds
 from pipeline.tracking import journal as journals
-from pipeline.tracking import receipt
-from pipeline.tracking.journal import Journal
-from pipeline.tracking.mirror_process import MirrorProcess, is_behind
+from pipeline.tracking import receipt as receipts
+from pipeline.tracking.journal import CHECKPOINT, Journal
+from pipeline.tracking.mirror_process import MirrorProcess, is_behind, server_and_credentials
 from pipeline.tracking.mirror_state import read_state
+from pipeline.tracking.receipt import Receipt
 
 log = logging.getLogger(__name__)
 
 
 def run(config: Config, paths: Paths, resume: Path | None = None) -> int:
-    """Train, or recognise that it is done; returns the exit code."""
+    """Train, or publish what was trained before; returns the exit code."""
+    server_and_credentials(paths)
     config = resolve_num_nodes(config)
     placement = resolve(config, machine.detect())
     manifest = store.read_manifest(paths.prepared)
@@ -55,6 +58,7 @@ def run(config: Config, paths: Paths, resume: Path | None = None) -> int:
         run=paths.runs / name,
     )
     with run_lock(job.run / "lock", lock_seconds(config.dist.grace_seconds)) as lock:
+        check_journal(job.journal, name)
         if any(line["stage"] == "train" and line["outcome"] == "done" for line in journals.read(job.journal) if line["kind"] == "ended"):
             publish_again(job, paths)
             return 0
@@ -68,61 +72,68 @@ def run(config: Config, paths: Paths, resume: Path | None = None) -> int:
         progress.say(f"training {config.model.name} on {manifest.name}: {where}, run {name}" + (f", going on from {kept}" if kept else ""))
         if imported:
             progress.say(imported)
-        return carry_out(job, paths, lock, progress, facts(config, placement, manifest, name, receipt.git_state()))
+        return carry_out(job, paths, lock, progress, facts_of(config, placement, manifest, name, receipts.git_state()))
+
+
+def check_journal(journal: Path, name: str) -> None:
+    """Raise MachineError if a journal was started as another experiment's."""
+    for line in journals.read(journal):
+        owner = line["tags"].get("lockstep.fingerprint", name) if line["kind"] == "started" else name
+        if owner != name:
+            raise MachineError(f"{journal}: is that of run {owner}; move {journal.parent} away to train again")
 
 
 def publish_again(job: Job, paths: Paths) -> None:
-    """A finished run once more."""
-    publish(job.run, paths)
-    proof = json.loads((job.run / "receipt.json").read_text())
-    log.info("finished already, published again: %s, MLflow run %s", job.run, proof["mlflow_run_id"] or read_state(job.run).run_id)
+    """Publish a finished run once more, and let MLflow catch up with it."""
+    receipt = publish(job.run, paths)
+    log.info("finished already, published again: %s, MLflow run %s", job.run, receipt.mlflow_run_id or read_state(job.run).run_id)
     if is_behind(job.run, paths):
         # Whoever finished it was killed before MLflow had heard.
-        wrong = MirrorProcess(job.run, paths).finish()
-        log.info("MLflow %s", f"does not have all of it yet ({wrong})" if wrong else "has caught up with it")
+        with deferred() as signalled:
+            error = MirrorProcess(job.run, paths).finish(signalled, log.info)
+        log.info("MLflow %s", f"does not have all of it yet ({error})" if error else "has caught up with it")
 
 
-def carry_out(job: Job, paths: Paths, lock: int, progress: Progress, proof: dict[str, Any]) -> int:
+def carry_out(job: Job, paths: Paths, lock: int, progress: Progress, facts: dict[str, Any]) -> int:
     """Start the ranks; when they are done, complete the receipt and publish."""
 
     def finish(journal: Journal, run_id: str | None) -> str:
-        write_receipt(job, proof | {"mlflow_run_id": run_id})
-        publish(job.run, paths)
-        journal_artifacts(journal, job)
-        best = receipt.best_epoch(receipt.epochs(job.journal))
-        return f"best validation accuracy {best['validation_accuracy']:.4f} in epoch {best['epoch']}"
+        write_receipt(job, facts | {"mlflow_run_id": run_id})
+        receipt = publish(job.run, paths)
+        journal_results(journal, job, receipt)
+        return f"best validation accuracy {receipt.best.validation_accuracy:.4f} in epoch {receipt.best.epoch}"
 
-    name = f"{job.config.model.name} on {job.config.data.name} {proof['fingerprint'][:6]}"
+    name = f"{job.config.model.name} on {job.config.data.name} {facts['fingerprint'][:6]}"
     return RankStage("train", job, paths, lock).run(
-        "pipeline.training.train_rank", run_header(job.config, name), tags(proof), progress, finish
+        "pipeline.training.train_rank", run_header(job.config, name), tags(facts), progress, finish
     )
 
 
-def tags(proof: dict[str, Any]) -> dict[str, Any]:
-    """What MLflow's runs are searched by."""
+def tags(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the tags that runs are searched by in MLflow."""
     return {
-        "lockstep.fingerprint": proof["fingerprint"],
-        "lockstep.data_digest": proof["data_digest"],
-        "lockstep.world_size": proof["placement"]["world_size"],
-        "lockstep.backend": proof["placement"]["backend"],
-        "lockstep.device": proof["device"],
-        "lockstep.precision": proof["precision"],
-        "lockstep.seed": proof["parameters"]["seed"],
-        "lockstep.image": proof["image"],
-        "mlflow.source.git.commit": proof["git"]["commit"],
-        "lockstep.dirty": proof["git"]["dirty"],
+        "lockstep.fingerprint": facts["fingerprint"],
+        "lockstep.data_digest": facts["data_digest"],
+        "lockstep.world_size": facts["placement"]["world_size"],
+        "lockstep.backend": facts["placement"]["backend"],
+        "lockstep.device": facts["device"],
+        "lockstep.precision": facts["precision"],
+        "lockstep.seed": facts["parameters"]["seed"],
+        "lockstep.image": facts["image"],
+        "mlflow.source.git.commit": facts["git"]["commit"],
+        "lockstep.dirty": facts["git"]["dirty"],
         "dvc.experiment": os.environ.get("DVC_EXP_NAME"),
     }
 
 
-def facts(config: Config, placement: Placement, manifest: store.Manifest, name: str, git: dict[str, Any]) -> dict[str, Any]:
-    """What a receipt says before anything ran."""
+def facts_of(config: Config, placement: Placement, manifest: store.Manifest, name: str, git: dict[str, Any]) -> dict[str, Any]:
+    """Return what a receipt says before anything ran."""
     return {
         "fingerprint": name,
         "git": git,
         "parameters": config.model_dump(),
         "data_digest": manifest.digest,
-        "image": receipt.image(),
+        "image": receipts.image(),
         "versions": versions(config, placement.device, placement.backend) | {"mlflow": _version("mlflow"), "dvc": _version("dvc")},
         "device": placement.device_kind,
         "placement": {
@@ -142,56 +153,57 @@ def _version(package: str) -> str | None:
         return None
 
 
-def write_receipt(job: Job, proof: dict[str, Any]) -> None:
+def write_receipt(job: Job, facts: dict[str, Any]) -> None:
     """Complete the receipt with what was learned, in the run's folder."""
     finished = journals.last(job.journal, "finished")
-    ends = receipt.epochs(job.journal)
+    ends = receipts.epochs(job.journal)
     learned = {
         "weights_sha256": finished["weights_sha256"],
         "model_sha256": store.sha256(job.run / "model.safetensors"),
         "steps": finished["step"],
-        "best": receipt.best_epoch(ends),
+        "best": receipts.best_epoch(ends),
         "epochs": ends,
         "journal": journals.last(job.journal, "run")["id"],
-        "elapsed_seconds": receipt.elapsed_seconds(job.journal),
+        "elapsed_seconds": receipts.elapsed_seconds(job.journal),
     }
-    atomic_write(job.run / "receipt.json", (json.dumps(learned | proof, indent=2) + "\n").encode())
+    atomic_write(job.run / "receipt.json", (json.dumps(learned | facts, indent=2) + "\n").encode())
 
 
-def publish(run: Path, paths: Paths) -> None:
-    """Put a finished run's outs in place."""
-    proof = json.loads((run / "receipt.json").read_text())
-    found = store.sha256(run / "model.safetensors")
-    if found != proof["model_sha256"]:
-        raise MachineError(
-            f"{run / 'model.safetensors'}: expected SHA-256 {proof['model_sha256']}, found {found}; remove {run} to train again"
-        )
+def publish(run: Path, paths: Paths) -> Receipt:
+    """Put a finished run's outs in place; returns its receipt."""
+    cure = f"move {run} away to train again"
+    receipt = receipts.read_receipt(run / "receipt.json", cure)
+    model = run / "model.safetensors"
+    sha256 = store.sha256(model) if model.is_file() else "nothing"
+    if sha256 != receipt.model_sha256:
+        raise MachineError(f"{model}: expected SHA-256 {receipt.model_sha256}, found {sha256}; {cure}")
     with atomic_folder(paths.models) as scratch:
         for name in ("model.safetensors", "receipt.json"):
             shutil.copyfile(run / name, scratch / name)
-    last = proof["epochs"][-1]
+    last = receipt.epochs[-1]
     metrics = {
-        "best": {"epoch": proof["best"]["epoch"], "validation_accuracy": proof["best"]["validation_accuracy"]},
-        "last": {"train_loss": float.fromhex(last["train_loss"]), "validation_loss": float.fromhex(last["validation_loss"])},
-        "steps": proof["steps"],
+        "best": {"epoch": receipt.best.epoch, "validation_accuracy": receipt.best.validation_accuracy},
+        "last": {"train_loss": float.fromhex(last.train_loss), "validation_loss": float.fromhex(last.validation_loss)},
+        "steps": receipt.steps,
     }
     atomic_write(paths.metrics / "train.json", (json.dumps(metrics, indent=2) + "\n").encode())
     plots.curves(run / "journal.jsonl", run / "plots")
     for path in (run / "plots").glob("curves.*"):
         atomic_write(paths.plots / path.name, path.read_bytes())
+    return receipt
 
 
-def journal_artifacts(journal: Journal, job: Job) -> None:
-    """Tell MLflow's mirror what to keep."""
-    proof = json.loads((job.run / "receipt.json").read_text())
+def journal_results(journal: Journal, job: Job, receipt: Receipt) -> None:
+    """Journal what MLflow gets of a finished run."""
     atomic_write(job.run / "params.yaml", yaml.safe_dump(job.config.model_dump(), sort_keys=False).encode())
-    journal.metrics(
-        {"best/validation_accuracy": proof["best"]["validation_accuracy"], "best/epoch": proof["best"]["epoch"]}, proof["best"]["step"]
-    )
-    journal.event("tags", tags={"lockstep.weights_sha256": proof["weights_sha256"]})
+    best = {"best/validation_accuracy": receipt.best.validation_accuracy, "best/epoch": receipt.best.epoch}
+    journal.metrics(best, receipt.best.step)
+    journal.event("tags", tags={"lockstep.weights_sha256": receipt.weights_sha256})
     for name in ("receipt.json", "params.yaml"):
         journal.event("artifact", path=name, folder=None)
-    for path in [*sorted(job.checkpoints.glob("*.safetensors")), *sorted((job.run / "plots").glob("curves.*"))]:
-        journal.event("artifact", path=path.relative_to(job.run).as_posix(), folder=path.parent.name)
+    for path in sorted((job.run / "plots").glob("curves.*")):
+        journal.event("artifact", path=path.relative_to(job.run).as_posix(), folder="plots")
+    # Once more: a rank may have been killed between its last checkpoint and the line behind it.
+    journal.event(CHECKPOINT, step=receipt.steps)
     manifest = store.read_manifest(job.prepared)
     journal.event("model", path="model.pt2", shape=manifest.shape, num_classes=manifest.num_classes)

@@ -17,7 +17,7 @@ from tests.kit.source import MODULES, NAMES, PACKAGE, closure, imports, module_n
 ALL = [*MODULES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "bench").glob("*.py"))]
 # From the bottom up; rooms of one floor ignore each other.
 FLOORS = [
-    {"config", "files", "timeouts"},
+    {"config", "files", "output", "timeouts"},
     {"job", "heartbeat"},
     {"ranks", "hardware"},
     {"data", "models", "parallel", "tracking"},

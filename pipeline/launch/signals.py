@@ -4,6 +4,9 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from threading import Event
 from types import FrameType
 
 from pipeline.launch.node import STORE
@@ -65,3 +68,16 @@ class StopRequest:
         """Stop if the DVC above is gone: nobody would hear of the end."""
         if self._dvc is not None and not is_dvc(self._dvc):
             self.request()
+
+
+@contextmanager
+def deferred() -> Generator[Event]:
+    """Set an event on a signal to stop, and obey it no further: the ranks have ended, and what is left takes seconds."""
+    signalled = Event()
+    numbers = [one for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda *_: signalled.set()) for number in numbers}
+    try:
+        yield signalled
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

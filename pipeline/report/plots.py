@@ -5,18 +5,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pipeline.tracking.journal import read
+from pipeline.tracking.journal import metrics_by_step
 
 CURVES = ("train/loss", "train/accuracy", "train/learning_rate", "validation/loss", "validation/accuracy")
 
 
 def curves(journal: Path, folder: Path) -> None:
-    """`curves.csv` and `curves.png`: loss, accuracy and learning rate over the steps."""
-    by_step: dict[int, dict[str, float]] = {}
-    for line in read(journal):
-        if line["kind"] == "metrics":
-            by_step.setdefault(line["step"], {}).update({name: value for name, value in line["values"].items() if name in CURVES})
-    steps = [(step, values) for step, values in sorted(by_step.items()) if values]
+    """Write `curves.csv` and `curves.png`: loss, accuracy and learning rate over the steps."""
+    steps = [(step, values) for step, values in metrics_by_step(journal).items() if not values.keys().isdisjoint(CURVES)]
     header = [name.replace("/", "_") for name in CURVES]
     _write_csv(folder / "curves.csv", ["step", *header], ([step, *(values.get(name, "") for name in CURVES)] for step, values in steps))
     figure, (left, right) = _figure(1, 2, (11, 4))
@@ -31,7 +27,7 @@ def curves(journal: Path, folder: Path) -> None:
 
 
 def confusion(counts: list[list[int]], names: list[str], folder: Path) -> None:
-    """`confusion.csv`, a row for every pair of true and predicted class, and `confusion.png`."""
+    """Write `confusion.csv`, with a row for every pair of true and predicted class, and `confusion.png`."""
     pairs = ([names[true], names[predicted], count] for true, row in enumerate(counts) for predicted, count in enumerate(row))
     _write_csv(folder / "confusion.csv", ["actual", "predicted", "count"], pairs)
     figure, axes = _figure(1, 1, (7, 6))
@@ -50,7 +46,7 @@ def confusion(counts: list[list[int]], names: list[str], folder: Path) -> None:
 
 
 def class_accuracy(values: dict[str, float], folder: Path) -> None:
-    """`classes.csv` and `classes.png`: the accuracy of every class."""
+    """Write `classes.csv` and `classes.png`: the accuracy of every class."""
     _write_csv(folder / "classes.csv", ["class", "accuracy"], values.items())
     figure, axes = _figure(1, 1, (7, 4))
     axes.barh(range(len(values)), list(values.values()))

@@ -15,7 +15,7 @@ from pipeline.runs import checkpoints
 from pipeline.runs.identity import IDENTITY, flatten
 from pipeline.runs.lock import run_lock
 from pipeline.tracking import journal as journals
-from pipeline.tracking.journal import FIRST_CHECKPOINT, Journal
+from pipeline.tracking.journal import CHECKPOINT, Journal
 
 # What under `native` is part of the identity, as it changes the bits, but not what is learned from which samples.
 PLACEMENT = {"dist.world_size", "dist.nodes", "dist.accumulation", "dist.backend"}
@@ -60,7 +60,7 @@ def _copy(source: Path, job: Job, step: int, header: dict[str, Any]) -> None:
     tags = header["tags"] | {"lockstep.resumed_from": source.name}
     journal.event("run", **({"id": uuid.uuid4().hex} | header | {"tags": tags}))
     for line in journals.read(source / "journal.jsonl"):
-        if line["kind"] in ("metrics", FIRST_CHECKPOINT) and line["step"] <= step:
+        if line["kind"] in ("metrics", CHECKPOINT) and line["step"] <= step:
             journal.event(line["kind"], **{name: value for name, value in line.items() if name != "kind"})
     journal.sync()
     journal.close()

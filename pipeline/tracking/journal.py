@@ -11,12 +11,30 @@ from typing import Any, Protocol
 from pipeline.config import MachineError
 from pipeline.files import fsync_path, make_folder
 
-# The kind of the line that tells of a first checkpoint: whoever finds none then has lost them.
-FIRST_CHECKPOINT = "kept"
+# The kind of the line behind a saved checkpoint: a run that has one and finds no file has lost them.
+CHECKPOINT = "checkpoint"
+# The folder of the files, in a run's folder and in MLflow.
+CHECKPOINTS = "checkpoints"
+NUMBER = (int, float)
+# What a line of a kind has at least.
+FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "run": {"id": str, "experiment": str, "name": str, "params": dict, "tags": dict},
+    "started": {"stage": str, "tags": dict},
+    "metrics": {"step": int, "values": dict},
+    CHECKPOINT: {"step": int},
+    "note": {"text": str},
+    "stopped": {"step": int},
+    "finished": {"step": int, "weights_sha256": str},
+    "attempt-ended": {"elapsed_seconds": NUMBER},
+    "tags": {"tags": dict},
+    "artifact": {"path": str},
+    "model": {"path": str, "shape": list},
+    "ended": {"stage": str, "outcome": str},
+}
 
 
 class Writer(Protocol):
-    """What the loop tells of itself."""
+    """What the loop writes to."""
 
     def metrics(self, values: dict[str, float], step: int) -> None: ...
     def event(self, kind: str, **fields: Any) -> None: ...
@@ -52,14 +70,14 @@ class Journal:
         fsync_path(path.parent)
 
     def metrics(self, values: dict[str, float], step: int) -> None:
-        """Values of one step."""
+        """Write the values of one step."""
         fresh = {name: value for name, value in values.items() if step > self._known.get(name, -1)}
         if fresh:
             self._known.update(dict.fromkeys(fresh, step))
             self.event("metrics", step=step, values=fresh)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Anything else that happened."""
+        """Write a line of any other kind."""
         line = (json.dumps({"kind": kind, "at": round(time.time() * 1000)} | fields) + "\n").encode()
         before = os.fstat(self._file).st_size
         try:
@@ -73,11 +91,11 @@ class Journal:
             raise OSError(errno.ENOSPC, needed, str(self._path))
 
     def sync(self) -> None:
-        """See that it is on the disk: a checkpoint must not survive a power cut that the figures before it do not."""
+        """Wait until it is on the disk: a checkpoint must not survive a power cut that the figures before it do not."""
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file."""
         os.close(self._file)
 
 
@@ -88,7 +106,7 @@ class Tail:
         self._path, self.offset = path, offset
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The lines that are new; `offset` is behind the one that was given last."""
+        """Yield the new lines; `offset` is the end of the last one yielded. Raises MachineError if one is damaged."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
@@ -101,20 +119,41 @@ class Tail:
                 if _is_torn(line):
                     return
                 self.offset += len(line)
-                try:
-                    yield json.loads(line)
-                except ValueError:
+                fields = _parsed(line)
+                if fields is None:
                     where = f"{self._path}: is damaged before byte {self.offset}"
-                    raise MachineError(f"{where}; move {self._path.parent} away to train again") from None
+                    raise MachineError(f"{where}; move {self._path.parent} away to train again")
+                yield fields
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """Return a line's fields, or None if it lacks one that its kind has."""
+    try:
+        fields: dict[str, Any] = json.loads(line)
+        required = FIELDS.get(fields["kind"], {}) | {"at": int}
+        if not all(isinstance(fields[name], kind) for name, kind in required.items()):
+            return None
+        return fields if all(isinstance(value, NUMBER) for value in fields.get("values", {}).values()) else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole line of a journal; a torn last line is not there yet."""
+    """Return every whole line of a journal; a torn last line is still being written."""
     return iter(Tail(path))
 
 
+def metrics_by_step(path: Path) -> dict[int, dict[str, float]]:
+    """Return the metrics of every step, in the order of steps."""
+    found: dict[int, dict[str, float]] = {}
+    for line in read(path):
+        if line["kind"] == "metrics":
+            found.setdefault(line["step"], {}).update(line["values"])
+    return dict(sorted(found.items()))
+
+
 def last(path: Path, *kinds: str) -> dict[str, Any]:
-    """The newest event of some kinds, or nothing."""
+    """Return the newest line of some kinds, or an empty one."""
     found: dict[str, Any] = {}
     for line in read(path):
         if line["kind"] in kinds:

@@ -16,17 +16,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.config import MachineError
 from pipeline.files import locked
+from pipeline.tracking import artifacts
 from pipeline.tracking.database import opening
 from pipeline.tracking.journal import Tail, last, read
-from pipeline.tracking.mirror_state import State, explained, note, read_state, server_of, write_state
+from pipeline.tracking.mirror_state import State, explained, read_state, server_id, write_error, write_state
 from pipeline.tracking.mlflow_flavor import Program
 
 log = logging.getLogger(__name__)
 
 BATCH = 900
 PAUSE_SECONDS = 3.0
-RUN_TAG, MODEL_TAG = "lockstep.run", "lockstep.model"
+RUN_TAG = "lockstep.run"
 STATUS = {"done": "FINISHED", "stopped": "KILLED"}
 FAILED = ("failed", "configuration", "data", "machine", "diverged")
 
@@ -44,7 +46,7 @@ class Mirror:
         self._pending: list[Any] = []
         with opening(mlflow.get_tracking_uri()):
             self._client = mlflow.MlflowClient()
-        self._state = self._known(read_state(run), server_of(mlflow.get_tracking_uri()))
+        self._state = self._known(read_state(run), server_id(mlflow.get_tracking_uri()))
         self._tail = Tail(run / "journal.jsonl", self._state.offset)
 
     def _known(self, state: State, server: str) -> State:
@@ -104,8 +106,8 @@ class Mirror:
     def _outcome(self) -> str:
         """What status.json says, which has room for an ending even where the journal has none."""
         path = self._run / "status.json"
-        with contextlib.suppress(OSError, ValueError):
-            return str(json.loads(path.read_text())["outcome"])
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            return str(json.loads(path.read_bytes())["outcome"])
         return "running"
 
     def _mark(self) -> None:
@@ -155,22 +157,15 @@ class Mirror:
         self._client.log_batch(self._state.run_id, tags=[self._tag(name, str(value)) for name, value in line["tags"].items()])
 
     def _on_artifact(self, line: dict[str, Any]) -> None:
-        self._client.log_artifact(self._state.run_id, str(self._inside(line["path"])), line["folder"])
+        with artifacts.uploading():
+            self._client.log_artifact(self._state.run_id, str(self._inside(line["path"])), line["folder"])
+
+    def _on_checkpoint(self, _: dict[str, Any]) -> None:
+        artifacts.send_checkpoints(self._client, self._state.run_id, self._run)
 
     def _on_model(self, line: dict[str, Any]) -> None:
-        """The finished model, with its signature, loadable with `mlflow.pytorch.load_model` and no code of ours."""
-        from mlflow.models import Model
-
-        if self._client.get_run(self._state.run_id).data.tags.get(MODEL_TAG):
-            return
-        for model in self._client.search_logged_models([self._state.experiment_id], f"source_run_id = '{self._state.run_id}'"):
-            # Of a mirror that was ended while it sent it.
-            self._client.delete_logged_model(model.model_id)
         program = Program(self._inside(line["path"]), line["shape"], line.get("num_classes", -1))
-        # Within its run: else it would be in MLflow's default experiment.
-        with self._mlflow.start_run(run_id=self._state.run_id):
-            Model.log(None, program, name="model", flavor_name="pytorch")
-        self._client.set_tag(self._state.run_id, MODEL_TAG, "model")
+        artifacts.send_model(self._client, self._state.run_id, self._state.experiment_id, program)
 
     def _inside(self, name: str) -> Path:
         """A file of this run: a journal from elsewhere may name any."""
@@ -185,12 +180,13 @@ class Mirror:
 
 
 def follow(run: Path, closed: threading.Event) -> bool:
-    """Mirror until nobody writes any more; whether MLflow then has all of it."""
+    """Mirror until nobody writes any more; returns True if MLflow then has all of it."""
     from google.protobuf.json_format import ParseError
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
-    note(run, None)
+    artifacts.limit_send_buffers()
+    write_error(run, None)
     mirror: Mirror | None = None
     while True:
         ending = closed.is_set()
@@ -200,9 +196,9 @@ def follow(run: Path, closed: threading.Event) -> bool:
             if ending:
                 mirror.settle()
                 return True
-        except (MlflowException, SQLAlchemyError, OSError, ValueError, ParseError) as error:
+        except (MlflowException, SQLAlchemyError, OSError, ValueError, ParseError, MachineError) as error:
             log.warning("%s", explained(error))
-            note(run, explained(error))
+            write_error(run, explained(error))
             if mirror is not None:
                 mirror.failed()
             if ending:

@@ -1,29 +1,35 @@
-"""The mirror as a process of ours: start it, learn the run's id from it, let it finish."""
+"""The mirror as a child process: start it, read the run's id from its state, wait for its end."""
 
 import contextlib
 import os
+import re
 import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import unquote
+from threading import Event
+from urllib.parse import unquote, urlsplit
 
 import psutil
 
+from pipeline.config import ConfigError
 from pipeline.files import Paths
 from pipeline.tracking.journal import last
-from pipeline.tracking.mirror_state import note, read_state, server_of
+from pipeline.tracking.mirror_state import read_state, server_id, write_error
 
-# How late an end may be because of MLflow: for all that it waits for the server, and for what it does itself.
-DEAF_SECONDS, BUSY_SECONDS = 8.0, 120.0
+# How late MLflow may make an end: by a server that takes nothing, and by one that goes on taking.
+DEAF_SECONDS, RECEIVING_SECONDS = 8.0, 600.0
+# What an upload must get on by in that time to be one; certificates and the like are read too.
+PROGRESS_BYTES = 1 << 19
 # A user who waits for `sync` can say it again: MLflow's own seven retries, of two minutes each, are too many.
 PATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3", "MLFLOW_HTTP_REQUEST_TIMEOUT": "60"}
 QUICK_TO_FAIL = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_ENABLE_ASYNC_LOGGING": "false"}
 
 
 def tracking_uri(paths: Paths) -> str:
-    """Where runs are recorded: what the environment says, else a database beside the params file."""
+    """Return where runs are recorded: what the environment says, else a database beside the params file."""
     named = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
     local = named.removeprefix("sqlite:///")
     # A relative path would be another database in every folder, such as those of DVC's temporary experiments.
@@ -31,18 +37,45 @@ def tracking_uri(paths: Paths) -> str:
 
 
 def without_credentials(uri: str) -> tuple[str, dict[str, str]]:
-    """A server's address without name and password, which MLflow would repeat in every message, and the variables that give it both."""
+    """Return a server's address without name and password, which MLflow would repeat in every message, and the variables that give both.
+
+    Raises ValueError if the address cannot be parsed.
+    """
     scheme, _, rest = uri.partition("://")
-    both, at, server = rest.rpartition("@")
-    if not at or scheme.lower() not in ("http", "https"):
+    if scheme.lower() not in ("http", "https"):
         return uri, {}
+    both, at, server = rest.rpartition("@")
+    if not _is_host_and_port(server):
+        # An @ in the path. A host and port behind it are what follows a password with a slash in it.
+        authority, slash, path = rest.partition("/")
+        both, at, server = authority.rpartition("@")
+        server += slash + path
+    parts = urlsplit(f"{scheme}://{server}")
+    # Reading the port raises ValueError if it is not a number.
+    if not parts.hostname or parts.port == 0:
+        raise ValueError("no host")
+    if not at:
+        return parts.geturl(), {}
     name, _, password = both.partition(":")
-    return f"{scheme}://{server}", {"MLFLOW_TRACKING_USERNAME": unquote(name), "MLFLOW_TRACKING_PASSWORD": unquote(password)}
+    return parts.geturl(), {"MLFLOW_TRACKING_USERNAME": unquote(name), "MLFLOW_TRACKING_PASSWORD": unquote(password)}
+
+
+def _is_host_and_port(server: str) -> bool:
+    return re.fullmatch(r"[^/?#]+:\d+", server.partition("/")[0]) is not None
+
+
+def server_and_credentials(paths: Paths) -> tuple[str, dict[str, str]]:
+    """Return the same of the experiment's MLflow; raises ConfigError, without the address, which may hold a password."""
+    try:
+        return without_credentials(tracking_uri(paths))
+    except ValueError:
+        cure = "percent-encode its name and password, as in http://me:p%40ss@host:5000"
+        raise ConfigError(f"MLFLOW_TRACKING_URI: is not an address; {cure}") from None
 
 
 def address(run: Path, paths: Paths) -> str:
-    """Where people see the run."""
-    state, (uri, _) = read_state(run), without_credentials(tracking_uri(paths))
+    """Return where people see the run."""
+    state, (uri, _) = read_state(run), server_and_credentials(paths)
     page = f"#/experiments/{state.experiment_id}/runs/{state.run_id}"
     if uri.startswith("http"):
         # In containers the server has one name for them and another for people.
@@ -52,9 +85,9 @@ def address(run: Path, paths: Paths) -> str:
 
 
 def is_behind(run: Path, paths: Paths) -> bool:
-    """Whether MLflow has not all of a run's journal yet, as far as is known."""
-    state, (uri, _) = read_state(run), without_credentials(tracking_uri(paths))
-    complete = state.offset == (run / "journal.jsonl").stat().st_size and state.server == server_of(uri) and not state.error
+    """Return True unless MLflow is known to have all of a run's journal."""
+    state, (uri, _) = read_state(run), server_and_credentials(paths)
+    complete = state.offset == (run / "journal.jsonl").stat().st_size and state.server == server_id(uri) and not state.error
     return not complete or last(run / "journal.jsonl", "started", "ended").get("kind") != "ended"
 
 
@@ -64,10 +97,10 @@ class MirrorProcess:
     def __init__(self, run: Path, paths: Paths, patient: bool = False):
         (run / "logs").mkdir(parents=True, exist_ok=True)
         self._run = run
-        # What went wrong for an earlier one is no news.
-        note(run, None)
-        uri, credentials = without_credentials(tracking_uri(paths))
-        self._server = server_of(uri)
+        # An earlier mirror's error is no news.
+        write_error(run, None)
+        uri, credentials = server_and_credentials(paths)
+        self._server = server_id(uri)
         with (run / "logs" / "mirror.log").open("a") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pipeline.tracking.mirror", str(run)],
@@ -79,37 +112,67 @@ class MirrorProcess:
             )
 
         self._mirror = psutil.Process(self._process.pid)
-        self._waited_seconds = 0.0
+        self._progress = (0, 0)
+        self._deaf_seconds = 0.0
 
     def run_id(self) -> str | None:
-        """MLflow's id of the run, once it has one; None where it cannot be had now."""
-        while self._still():
+        """Return MLflow's id of the run, once it has one; None if it cannot be had now."""
+        while self._is_worth_waiting(DEAF_SECONDS):
             state = read_state(self._run)
             if state.error or (state.run_id and state.server == self._server):
                 return state.run_id if state.server == self._server else None
         return None
 
-    def finish(self, deaf_seconds: float = DEAF_SECONDS) -> str | None:
-        """Close the journal and wait for the mirror, but for no server; what went wrong, or None."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        until = time.monotonic() + max(BUSY_SECONDS, deaf_seconds)
-        while self._still(deaf_seconds) and time.monotonic() < until:
-            pass
+    def finish(self, signalled: Event, announce: Callable[[str], None]) -> str | None:
+        """Close the journal and wait for the mirror while its server takes what it sends; returns an error or None."""
+        started_at, announced = time.monotonic(), False
+        self._close()
+        while self._is_worth_waiting(DEAF_SECONDS) and not signalled.is_set():
+            waited_seconds = time.monotonic() - started_at
+            if waited_seconds > RECEIVING_SECONDS:
+                break
+            if waited_seconds > DEAF_SECONDS and not announced:
+                announce(f"MLflow is still receiving; waiting for it, for {RECEIVING_SECONDS:.0f} s at most")
+                announced = True
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-            note(self._run, read_state(self._run).error or f"the server has not answered in {self._waited_seconds:.0f} s")
+            deaf = f"the server has not answered in {self._deaf_seconds:.0f} s"
+            receiving = f"the server was still receiving after {time.monotonic() - started_at:.0f} s"
+            write_error(self._run, read_state(self._run).error or (deaf if self._deaf_seconds > DEAF_SECONDS else receiving))
+        return self._error()
+
+    def settle(self) -> str | None:
+        """Close the journal and wait for the mirror, however long it takes; returns an error or None."""
+        self._close()
+        self._process.wait()
+        return self._error()
+
+    def _close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def _error(self) -> str | None:
         if self._process.returncode == 0:
             return None
         return read_state(self._run).error or f"the mirror ended with {self._process.returncode}; see {self._run / 'logs' / 'mirror.log'}"
 
-    def _still(self, deaf_seconds: float = DEAF_SECONDS) -> bool:
-        """Whether there is any use in waiting on; a mirror that sleeps waits for its server."""
-        if self._process.poll() is not None or self._waited_seconds > deaf_seconds:
+    def _is_worth_waiting(self, deaf_seconds: float) -> bool:
+        """Wait a moment; returns False once the mirror has ended, or has slept so long without sending anything."""
+        if self._process.poll() is not None or self._deaf_seconds > deaf_seconds:
             return False
         time.sleep(0.05)
         with contextlib.suppress(psutil.NoSuchProcess):
-            if self._mirror.status() == psutil.STATUS_SLEEPING:
-                self._waited_seconds += 0.05
+            progress = (read_state(self._run).offset, self._read_bytes())
+            if progress[0] != self._progress[0] or progress[1] > self._progress[1] + PROGRESS_BYTES:
+                self._progress, self._deaf_seconds = progress, 0.0
+            elif self._mirror.status() == psutil.STATUS_SLEEPING:
+                self._deaf_seconds += 0.05
         return True
+
+    def _read_bytes(self) -> int:
+        """Return how much the mirror has read: in an upload, how much of the file it has sent."""
+        # macOS keeps no such count: there, an upload of more than DEAF_SECONDS is left to `sync`.
+        with contextlib.suppress(AttributeError, RuntimeError, psutil.Error):
+            return int(self._mirror.io_counters().read_chars)  # pyright: ignore[reportAttributeAccessIssue]
+        return 0

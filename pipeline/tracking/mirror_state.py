@@ -28,42 +28,45 @@ class State:
 
 
 def read_state(run: Path) -> State:
-    """What the mirror of a run has written down; damaged, it is as good as none, as sending twice changes nothing."""
+    """Return what the mirror of a run has written down; of a damaged file nothing, as sending twice changes nothing."""
     try:
-        return State(**json.loads((run / "mirror.json").read_bytes()))
-    except (OSError, ValueError, TypeError):
+        state = State(**json.loads((run / "mirror.json").read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError):
         return State()
+    strings = (state.run_id, state.experiment_id, state.server, state.error or "")
+    sound = all(isinstance(one, str) for one in strings) and type(state.offset) is int and state.offset >= 0  # pyright: ignore
+    return state if sound else State()
 
 
 def write_state(run: Path, state: State) -> None:
-    """Write it down."""
+    """Write it for the next mirror and for whoever waits for this one."""
     atomic_write(run / "mirror.json", json.dumps(asdict(state)).encode())
 
 
-def server_of(uri: str) -> str:
-    """By what a state knows its MLflow."""
+def server_id(uri: str) -> str:
+    """Return the identifier of an MLflow server: a hash, since the address may contain a password."""
     return hashlib.sha256(uri.encode()).hexdigest()[:16]
 
 
 def explained(error: Exception) -> str:
-    """What went wrong, in a line without an address, which may hold a password; of what users meet most, why."""
+    """Return an error in one line without an address, which may hold a password; common ones with their reason."""
     whole = re.sub(r"//[^/@\s]*@", "//", " ".join(str(error).split()))
     where, why = UNREACHED.search(whole), REASON.search(whole)
     # Behind a proxy nobody knows which of the two it was.
     if where and why and "ProxyError" not in whole:
         return f"the server at {where[1]}, port {where[2]}, {UNANSWERED}: {why[0].lower()}"
-    said = whole[:300] or type(error).__name__
-    if "403" in said:
-        said += (
+    text = whole[:300] or type(error).__name__
+    if "403" in text:
+        text += (
             "; the server lets only names in that it knows: start it with MLFLOW_SERVER_ALLOWED_HOSTS=<host>:<port>, or see its passwords"
         )
-    return said
+    return text
 
 
-def note(run: Path, error: str | None) -> None:
-    """Say what goes wrong, or that nothing does so far."""
+def write_error(run: Path, error: str | None) -> None:
+    """Write down what goes wrong now, or that nothing does."""
     state = read_state(run)
     if state.error != error:
-        # On a full disk there is no room for it, and the log may have some.
+        # A full disk may have no room for it.
         with contextlib.suppress(OSError):
             write_state(run, replace(state, error=error))

@@ -1,11 +1,14 @@
-"""The receipt: the proof of a result, beside the model it belongs to."""
+"""The receipt: the proof of a result, beside the model that it belongs to."""
 
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pipeline.tracking.journal import read
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipeline.config import DataError
+from pipeline.tracking.journal import metrics_by_step, read
 
 CODE = Path(__file__).parents[2]
 # Written when an image is built.
@@ -14,18 +17,61 @@ IMAGE = Path("/etc/lockstep/image")
 SOURCES = ("pipeline", "params.yaml", "dvc.yaml", "requirements.lock")
 
 
+HexFloat = Annotated[str, Field(pattern=r"^-?(0x[01]\.[0-9a-f]+p[+-]\d{1,4}|nan|inf)$")]
+
+
+class Epoch(BaseModel):
+    """The end of an epoch."""
+
+    epoch: int
+    step: int
+    train_loss: HexFloat
+    validation_loss: HexFloat
+    validation_accuracy: float
+
+
+class Receipt(BaseModel):
+    """What is read again of a receipt; it holds more."""
+
+    model_config = ConfigDict(frozen=True)
+
+    # It names a folder of runs/.
+    fingerprint: str = Field(pattern="^[0-9a-f]{16}$")
+    model_sha256: str
+    weights_sha256: str
+    data_digest: str
+    parameters: dict[str, Any]
+    precision: Literal["fp32", "bf16"]
+    journal: str
+    mlflow_run_id: str | None
+    steps: int
+    best: Epoch
+    epochs: list[Epoch] = Field(min_length=1)
+
+
+def read_receipt(path: Path, cure: str) -> Receipt:
+    """Return a receipt; raises DataError if it is damaged, or from a version that wrote others."""
+    try:
+        return Receipt.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        key = ".".join(map(str, error.errors()[0]["loc"])) or "the whole"
+        raise DataError(f"{path}: is damaged, or from another version of this code ({key}); {cure}") from None
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise DataError(f"{path}: {error.strerror}; {cure}") from None
+
+
 def image() -> str | None:
-    """The image that this runs in: Docker's id of it where someone passes it, else the digest of what it is made of."""
+    """Return the image that this runs in: Docker's id if LOCKSTEP_IMAGE passes it, else the digest of what it was built from."""
     return os.environ.get("LOCKSTEP_IMAGE") or (IMAGE.read_text().strip() if IMAGE.exists() else None)
 
 
-def git_state() -> dict[str, Any]:
-    """The commit of this code and whether its tree differs from it; for code in an image, what its builder passed."""
-    if not (CODE / ".git").exists():
+def git_state(code: Path = CODE) -> dict[str, Any]:
+    """Return the commit of this code and whether its tree differs from it; in an image, the commit that its builder passed."""
+    if not (code / ".git").exists():
         return {"commit": os.environ.get("LOCKSTEP_COMMIT") or None, "dirty": None}
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=CODE, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(["git", *words], cwd=code, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", *SOURCES))}
@@ -34,12 +80,8 @@ def git_state() -> dict[str, Any]:
 
 
 def epochs(journal: Path) -> list[dict[str, Any]]:
-    """The figures at the end of every epoch; losses as hexadecimal floats, so that no bit is lost in print."""
-    by_step: dict[int, dict[str, float]] = {}
-    for line in read(journal):
-        if line["kind"] == "metrics":
-            by_step.setdefault(line["step"], {}).update(line["values"])
-    ends = [(step, values) for step, values in sorted(by_step.items()) if "validation/loss" in values]
+    """Return the figures at the end of every epoch; losses as hexadecimal floats, so that no bit is lost in print."""
+    ends = [(step, values) for step, values in metrics_by_step(journal).items() if "validation/loss" in values]
     return [
         {
             "epoch": number,
@@ -53,10 +95,10 @@ def epochs(journal: Path) -> list[dict[str, Any]]:
 
 
 def best_epoch(ends: list[dict[str, Any]]) -> dict[str, Any]:
-    """The epoch whose model is published: the highest accuracy on validation, of equals the first."""
+    """Return the epoch whose model is published: the one with the highest validation accuracy, of equals the first."""
     return max(ends, key=lambda end: end["validation_accuracy"])
 
 
 def elapsed_seconds(journal: Path) -> float:
-    """How long all attempts took together."""
-    return round(sum(line["elapsed_seconds"] for line in read(journal) if line["kind"] == "left"), 3)
+    """Return how long all attempts took together."""
+    return round(sum(line["elapsed_seconds"] for line in read(journal) if line["kind"] == "attempt-ended"), 3)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from pipeline.files import atomic_write, write_checksummed_json
 from pipeline.ranks import Ranks
 from pipeline.runs.checkpoints import INDEX, journal_until, listed, none_left, read_index, usable
-from pipeline.tracking.journal import FIRST_CHECKPOINT, last
+from pipeline.tracking.journal import CHECKPOINT, last
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +66,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, ranks: Ranks, journal: Path | None = None):
         self._folder, self._keep, self._ranks, self._journal = folder, keep, ranks, journal
-        # Of the newest checkpoint, and whether the journal tells of a first one.
-        self._saved, self._told = -1, False
+        # The step of the newest checkpoint.
+        self._saved = -1
         # True if the restored checkpoint was saved when a stop had cut the validation of its step short.
         self.validation_due = False
 
@@ -90,7 +90,7 @@ class Checkpoints:
         return step
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, validation_due: bool = False) -> bool:
-        """Save unless this step is saved, prune to `keep`; returns True if the journal must still record the first checkpoint."""
+        """Save unless already saved, and prune to `keep`; returns True if it saved, which the journal must then record."""
         if step == self._saved:
             return False
         before, self._saved = self._saved, step
@@ -100,8 +100,7 @@ class Checkpoints:
         self._ranks.start_any(False)()
         with self._ranks.heartbeat.beating():
             self._ranks.only_first(lambda: self._write(step, before, model, optimizer, due), None)
-        told, self._told = self._told, True
-        return not told
+        return True
 
     def save_best(self, model: nn.Module, step: int, accuracy: float) -> None:
         """Save the model if its validation accuracy is the highest; of equals, the first is kept."""
@@ -136,14 +135,13 @@ class Checkpoints:
 
     def _newest(self) -> bytes:
         index = self._index()
-        self._told = self._journal is not None and bool(last(self._journal, FIRST_CHECKPOINT))
         if index["checkpoints"] and read_index(self._folder) is None:
             self._write_index(index)
         for entry, content in usable(self._folder, index, self._journal, log.warning):
             if entry is not index["checkpoints"][-1]:
                 log.warning("going on from %s", self._folder / entry["file"])
             return content
-        if index["checkpoints"] or self._told:
+        if index["checkpoints"] or (self._journal is not None and last(self._journal, CHECKPOINT)):
             raise none_left(self._folder, len(index["checkpoints"]))
         return b""
 

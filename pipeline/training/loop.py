@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pipeline.parallel import Strategy
-from pipeline.tracking.journal import FIRST_CHECKPOINT, Writer
+from pipeline.tracking.journal import CHECKPOINT, Writer
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.evaluation import Result
 from pipeline.training.guard import NonFiniteGuard, finite
@@ -85,10 +85,10 @@ def validated(model: nn.Module, step: int, parts: Parts) -> bool:
 
 
 def keep(parts: Parts, step: int, validation_due: bool = False) -> None:
-    """Save, then journal the first checkpoint: a kill between the two must not announce a file that is not there."""
+    """Save, then journal it: in this order, as a kill between the two must not announce a missing file."""
     parts.journal.sync()
     if parts.checkpoints.save(step, parts.guard.sound(step), parts.optimizer, validation_due):
-        parts.journal.event(FIRST_CHECKPOINT, step=step)
+        parts.journal.event(CHECKPOINT, step=step)
 
 
 class Speed:

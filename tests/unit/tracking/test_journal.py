@@ -27,7 +27,7 @@ Told = list[tuple[Any, Any]]
 def tales(draw: st.DrawFn) -> Told:
     """What a training tells its journal: (step, values) with steps that only grow, or (kind, text)."""
     metrics = st.tuples(st.integers(0, 3), st.dictionaries(st.sampled_from(NAMES), st.floats(allow_nan=False, allow_infinity=False)))
-    events = st.tuples(st.sampled_from(["started", "ended"]), st.text(max_size=8))
+    events = st.tuples(st.sampled_from(["note", "remark"]), st.text(max_size=8))
     told: Told = []
     known: dict[tuple[str, int], float] = {}
     step = 0

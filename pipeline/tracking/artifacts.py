@@ -1,0 +1,76 @@
+"""The files of a run in MLflow: the checkpoints that it keeps, and the finished model."""
+
+import contextlib
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pipeline.tracking.journal import CHECKPOINTS
+from pipeline.tracking.mlflow_flavor import Program
+
+MODEL_TAG = "lockstep.model"
+# How long a server may take to answer, or to take another piece, in an upload: it answers when it has stored the whole file.
+UPLOAD_SECONDS = 120
+# Small enough that an upload is seen to advance by what has been read of the file, on a slow link too.
+SEND_BUFFER_BYTES = 1 << 18
+
+
+@contextmanager
+def uploading() -> Generator[None]:
+    """Give MLflow's requests the time that a large file takes."""
+    from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_TIMEOUT as LIMIT
+
+    before = LIMIT.get()
+    LIMIT.set(max(UPLOAD_SECONDS, before))
+    try:
+        yield
+    finally:
+        LIMIT.set(before)
+
+
+def limit_send_buffers() -> None:
+    """Let a socket hold little of a file: what it holds is read, but not sent."""
+    from urllib3.connection import HTTPConnection
+
+    options: Any = HTTPConnection.default_socket_options
+    options.append((socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES))
+
+
+def send_checkpoints(client: Any, run_id: str, run: Path) -> None:
+    """Make MLflow's checkpoints those that the run keeps now; one that was removed before it could be sent is not missed."""
+    stored = {one.path: one.file_size for one in client.list_artifacts(run_id, CHECKPOINTS)}
+    # Steps before the best, and the newest first.
+    for path in sorted((run / CHECKPOINTS).glob("*.safetensors"), reverse=True):
+        # The ranks may remove it at any time.
+        with contextlib.suppress(FileNotFoundError), uploading():
+            if stored.pop(f"{CHECKPOINTS}/{path.name}", None) != path.stat().st_size:
+                client.log_artifact(run_id, str(path), CHECKPOINTS)
+    for name in stored:
+        _remove(client.get_run(run_id).info.artifact_uri, name)
+
+
+def _remove(artifact_uri: str, name: str) -> None:
+    from mlflow import MlflowException
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    # Not every store can, and not every user may: then MLflow keeps more than it has to.
+    with contextlib.suppress(NotImplementedError, OSError, MlflowException):
+        get_artifact_repository(artifact_uri).delete_artifacts(name)
+
+
+def send_model(client: Any, run_id: str, experiment_id: str, program: Program) -> None:
+    """Send the finished model, with its signature, loadable with `mlflow.pytorch.load_model` and no code of ours."""
+    import mlflow
+    from mlflow.models import Model
+
+    if client.get_run(run_id).data.tags.get(MODEL_TAG):
+        return
+    for model in client.search_logged_models([experiment_id], f"source_run_id = '{run_id}'"):
+        # Of a mirror that was killed while it sent it.
+        client.delete_logged_model(model.model_id)
+    # Within its run: else it would be in MLflow's default experiment.
+    with uploading(), mlflow.start_run(run_id=run_id):
+        Model.log(None, program, name="model", flavor_name="pytorch")
+    client.set_tag(run_id, MODEL_TAG, "model")
