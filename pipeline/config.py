@@ -191,7 +191,7 @@ def load(path: Path) -> Config:
         raise ConfigError(f"{path}: no such file; run from the project's folder, or name the file with --params") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         # Without its snippets, which need lines of their own.
         said = " ".join(line.strip() for line in str(error).splitlines() if not line.startswith("    "))
         raise ConfigError(f"{path}: not YAML: " + said.replace('"<unicode string>", ', "").rstrip(":")) from None

@@ -3,17 +3,18 @@
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from pipeline.config import Config, DataError, digest
 from pipeline.data import Split
 from pipeline.files import atomic_folder, check_room
 
 MANIFEST = "manifest.json"
+SPLITS = ("train", "validation", "test")
 
 
 class Manifest(BaseModel):
@@ -30,6 +31,15 @@ class Manifest(BaseModel):
     mean: list[float]
     std: list[float]
     sha256: dict[str, str]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        files = {f"{split}-{kind}.npy" for split in SPLITS for kind in Split._fields}
+        if set(self.counts) != set(SPLITS) or set(self.sha256) != files or min(self.counts.values()) < 1:
+            raise ValueError("not these splits")
+        if not self.class_names or min(self.shape) < 1 or {len(self.mean), len(self.std)} != {self.shape[0]} or min(self.std) <= 0:
+            raise ValueError("not these classes or images")
+        return self
 
     @property
     def num_classes(self) -> int:
@@ -104,9 +114,9 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a prepared folder; raises DataError if it is missing or damaged."""
     path = folder / MANIFEST
     try:
-        return Manifest.model_validate_json(path.read_text())
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file; run: python -m pipeline prepare") from None
+        return Manifest.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise DataError(f"{path}: {(error.strerror or '').lower()}; run: python -m pipeline prepare") from None
     except ValidationError as error:
         raise DataError(f"{path}: is damaged ({error.error_count()} errors); run: python -m pipeline prepare") from None
 
@@ -132,7 +142,7 @@ def verify(folder: Path, manifest: Manifest, splits: tuple[str, ...]) -> None:
         if file.split("-")[0] not in splits:
             continue
         path = folder / file
-        found = sha256(path) if path.exists() else "nothing"
+        found = sha256(path) if path.is_file() else "nothing"
         if found != expected:
             raise DataError(f"{path}: expected SHA-256 {expected}, found {found}; run: python -m pipeline prepare")
 

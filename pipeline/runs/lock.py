@@ -10,6 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -60,17 +61,21 @@ def _is_free(path: Path) -> bool:
 
 
 def _holder_lives(file: int) -> bool:
-    """Whether the launcher that took the lock is still there, as far as this machine can tell."""
-    try:
-        holder = json.loads(os.pread(file, 4096, 0))
-    except ValueError:
-        return True
-    return holder["host"] != socket.gethostname() or psutil.pid_exists(holder["pid"])
+    """Return False if the launcher that took the lock has ended, as far as this machine can tell."""
+    holder = _read_holder(file)
+    return holder is None or holder["host"] != socket.gethostname() or psutil.pid_exists(holder["pid"])
 
 
 def _holder(file: int) -> str:
-    try:
-        holder = json.loads(os.pread(file, 4096, 0))
-    except ValueError:
+    holder = _read_holder(file)
+    if holder is None:
         return "as a process that has just begun"
-    return f"on {holder['host']} as process {holder['pid']} since {holder['since']}"
+    return f"on {holder['host']} as process {holder['pid']} since {holder.get('since')}"
+
+
+def _read_holder(file: int) -> dict[str, Any] | None:
+    try:
+        holder: dict[str, Any] = json.loads(os.pread(file, 4096, 0))
+        return holder if isinstance(holder["host"], str) and 0 < int(holder["pid"]) < 1 << 31 else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None

@@ -22,14 +22,15 @@ PLACEMENT = {"dist.world_size", "dist.nodes", "dist.accumulation", "dist.backend
 
 
 def import_run(source: Path, job: Job, identity: dict[str, Any], header: dict[str, Any]) -> str | None:
-    """Take over another run's checkpoints and figures; ConfigError names what differs. Returns what to tell people."""
+    """Take over another run's checkpoints and figures; returns a line for people. Raises ConfigError if it is another experiment."""
     if source.resolve() == job.run.resolve():
         return None
     try:
-        other: dict[str, Any] = json.loads((source / IDENTITY).read_text())
-    except (OSError, ValueError):
+        other: dict[str, Any] = dict(json.loads((source / IDENTITY).read_bytes()))
+        then = flatten(other)
+    except (OSError, ValueError, TypeError, RecursionError):
         raise ConfigError(f"--resume: {source} is no folder of a run; name one such as runs/0123456789abcdef") from None
-    then, now = flatten(other), flatten(identity)
+    now = flatten(identity)
     differing = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
     native = then.get("dist.reduction") == now.get("dist.reduction") == "native"
     hindering = [key for key in differing if not (native and key in PLACEMENT)]

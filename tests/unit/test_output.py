@@ -1,0 +1,134 @@
+"""Output that nobody takes: closed, full and slow pipes, and every command's ending with them."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.console import hours
+from pipeline.output import PIECE_BYTES, QUEUED_WRITES, BestEffortStream
+from tests.kit.experiment import ROOT, Experiment, clean_environment
+
+
+@contextlib.contextmanager
+def pipe() -> Iterator[tuple[int, int]]:
+    reader, writer = os.pipe()
+    try:
+        yield reader, writer
+    finally:
+        for one in (reader, writer):
+            with contextlib.suppress(OSError):
+                os.close(one)
+
+
+def fill(writer: int) -> int:
+    """Leave no room in a pipe; returns how much it holds."""
+    os.set_blocking(writer, False)
+    held = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            held += os.write(writer, b"." * PIECE_BYTES)
+    os.set_blocking(writer, True)
+    return held
+
+
+def test_what_is_written_is_read_whole_and_in_order() -> None:
+    with pipe() as (reader, writer):
+        stream = BestEffortStream(writer, lossy=True)
+        for number in range(200):
+            print(f"line {number}: \u2026", file=stream)
+        stream.drain()
+        os.close(writer)
+        assert os.fdopen(os.dup(reader), "rb").read().decode() == "".join(f"line {number}: \u2026\n" for number in range(200))
+
+
+def test_a_reader_that_has_gone_raises_nothing() -> None:
+    with pipe() as (reader, writer):
+        os.close(reader)
+        stream = BestEffortStream(writer, lossy=True)
+        for _ in range(10):
+            print("a line", file=stream)
+        stream.drain()
+
+
+def test_a_reader_that_takes_nothing_holds_nobody_up_and_what_it_takes_later_comes() -> None:
+    with pipe() as (reader, writer):
+        held = fill(writer)
+        stream = BestEffortStream(writer, lossy=True)
+        started_at = time.monotonic()
+        for _ in range(2 * QUEUED_WRITES):
+            print("a line", file=stream)
+        assert time.monotonic() < started_at + 0.5
+        stream.drain()
+        assert 0.9 < time.monotonic() - started_at < 3
+        while held:
+            held -= len(os.read(reader, min(held, PIECE_BYTES)))
+        assert os.read(reader, 7) == b"a line\n"
+
+
+def test_a_slow_reader_of_results_gets_all_of_them() -> None:
+    with pipe() as (reader, writer):
+        fill(writer)
+        stream = BestEffortStream(writer, lossy=False)
+        stream.write("the result")
+        slow = subprocess.Popen(
+            [sys.executable, "-c", "import sys, time; time.sleep(2.5); print(sys.stdin.read()[-10:])"], stdin=reader, stdout=subprocess.PIPE
+        )
+        stream.drain()
+        os.close(writer)
+        # It holds the end too, and a reader waits for all of them.
+        del stream
+        assert slow.communicate(timeout=30)[0] == b"the result\n"
+
+
+def test_a_descriptor_that_another_process_made_non_blocking_loses_nothing() -> None:
+    with pipe() as (reader, writer):
+        held = fill(writer)
+        os.set_blocking(writer, False)
+        stream = BestEffortStream(writer, lossy=True)
+        stream.write("a line\n")
+        time.sleep(0.2)
+        while held:
+            held -= len(os.read(reader, min(held, PIECE_BYTES)))
+        stream.drain()
+        assert os.read(reader, 100) == b"a line\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(["prepare"], 0), (["evaluate"], 2), (["train"], 3), (["sync"], 0), (["lead"], 2), (["lead", "false"], 1), (["nonsense"], 2)],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("how", ["gone", "full", "closed"])
+def test_a_command_ends_as_it_would_whoever_reads_it(words: list[str], code: int, how: str, experiment: Experiment) -> None:
+    experiment.set(data__name="synthetic:200")
+    if words == ["lead", "false"]:
+        words = ["lead", "--params", str(experiment.params), "false"]
+    elif words != ["nonsense"]:
+        words = [*words, "--params", str(experiment.params)]
+    with pipe() as (reader, writer):
+        if how == "full":
+            fill(writer)
+        else:
+            os.close(reader)
+        # As `2>&-` in a shell: there is no such descriptor.
+        close = "exec 1>&- 2>&-; " if how == "closed" else ""
+        command = ["sh", "-c", f'{close}exec "$@"', "sh", sys.executable, "-m", "pipeline", *words]
+        done = subprocess.run(command, cwd=ROOT, env=clean_environment(), stdout=writer, stderr=writer, timeout=60)
+    assert done.returncode == code
+
+
+def test_help_for_a_reader_that_has_gone_is_no_error(tmp_path: Path) -> None:
+    with pipe() as (reader, writer):
+        os.close(reader)
+        done = subprocess.run([sys.executable, "-m", "pipeline", "--help"], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_duration_has_as_many_hours_as_it_has() -> None:
+    assert [hours(seconds) for seconds in (0, 59.6, 3600, 30 * 3600 + 61)] == ["00:00:00", "00:01:00", "01:00:00", "30:01:01"]
