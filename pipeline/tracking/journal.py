@@ -18,9 +18,9 @@ CHECKPOINTS = "checkpoints"
 NUMBER = (int, float)
 # What a line of a kind has at least.
 FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
-    "run": {"id": str, "experiment": str, "name": str, "params": dict, "tags": dict},
+    "run": {"at": int, "id": str, "experiment": str, "name": str, "params": dict, "tags": dict},
     "started": {"stage": str, "tags": dict},
-    "metrics": {"step": int, "values": dict},
+    "metrics": {"at": int, "step": int, "values": dict},
     CHECKPOINT: {"step": int},
     "note": {"text": str},
     "stopped": {"step": int},
@@ -29,7 +29,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "tags": {"tags": dict},
     "artifact": {"path": str},
     "model": {"path": str, "shape": list},
-    "ended": {"stage": str, "outcome": str},
+    "ended": {"at": int, "stage": str, "outcome": str},
 }
 
 
@@ -130,7 +130,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     """Return a line's fields, or None if it lacks one that its kind has."""
     try:
         fields: dict[str, Any] = json.loads(line)
-        required = FIELDS.get(fields["kind"], {}) | {"at": int}
+        required = FIELDS.get(fields["kind"], {})
         if not all(isinstance(fields[name], kind) for name, kind in required.items()):
             return None
         return fields if all(isinstance(value, NUMBER) for value in fields.get("values", {}).values()) else None

@@ -1,5 +1,6 @@
 """MLflow's server for tests, and a proxy before it that is slow, deaf or a liar."""
 
+import math
 import os
 import subprocess
 import sys
@@ -55,10 +56,14 @@ class Server:
 
 
 class Proxy:
-    """Passes requests on to a server, unless its mode is another: slow (3 s each), hole, 500, liar."""
+    """Passes requests on to a server, unless its mode is another: slow (3 s each), hole, 500, liar.
 
-    def __init__(self, target: str):
+    It takes as many bytes a second as it is told, and answers so many seconds after it has a large body.
+    """
+
+    def __init__(self, target: str, bytes_per_second: float = math.inf, late_seconds: float = 0.0):
         self.mode, self.target, proxy = "pass", target, self
+        self.bytes_per_second, self.late_seconds, self.taken_bytes = bytes_per_second, late_seconds, 0
 
         class Handler(BaseHTTPRequestHandler):
             def log_message(self, *_: object) -> None:
@@ -72,7 +77,7 @@ class Proxy:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def answer(self, asked: BaseHTTPRequestHandler) -> None:
-        body = asked.rfile.read(int(asked.headers.get("Content-Length") or 0))
+        body = self._taken(asked, int(asked.headers.get("Content-Length") or 0))
         mode = self.mode
         if mode == "hole":
             time.sleep(300)
@@ -85,6 +90,18 @@ class Proxy:
         asked.send_header("Content-Length", str(len(content)))
         asked.end_headers()
         asked.wfile.write(content)
+
+    def _taken(self, asked: BaseHTTPRequestHandler, size_bytes: int) -> bytes:
+        """The body of a request; where bytes are counted, read in pieces, and not on in a hole."""
+        body = bytearray()
+        while len(body) < size_bytes and not (body and self.mode == "hole"):
+            piece = min(size_bytes - len(body), 1 << 16 if self.bytes_per_second < math.inf else size_bytes)
+            body += asked.rfile.read(piece)
+            self.taken_bytes += piece
+            time.sleep(piece / self.bytes_per_second)
+        if size_bytes > 1 << 20:
+            time.sleep(self.late_seconds)
+        return bytes(body)
 
     def _passed_on(self, asked: BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes]:
         headers = {name: value for name, value in asked.headers.items() if name.lower() not in ("host", "content-length")}

@@ -44,7 +44,9 @@ def test_what_is_written_is_read_whole_and_in_order() -> None:
             print(f"line {number}: \u2026", file=stream)
         stream.drain()
         os.close(writer)
-        assert os.fdopen(os.dup(reader), "rb").read().decode() == "".join(f"line {number}: \u2026\n" for number in range(200))
+        with os.fdopen(os.dup(reader), "rb") as file:
+            content = file.read().decode()
+        assert content == "".join(f"line {number}: \u2026\n" for number in range(200))
 
 
 def test_a_reader_that_has_gone_raises_nothing() -> None:
@@ -102,7 +104,7 @@ def test_a_descriptor_that_another_process_made_non_blocking_loses_nothing() -> 
 @pytest.mark.parametrize(
     ("words", "code"),
     [(["prepare"], 0), (["evaluate"], 2), (["train"], 3), (["sync"], 0), (["lead"], 2), (["lead", "false"], 1), (["nonsense"], 2)],
-    ids=" ".join,
+    ids=str,
 )
 @pytest.mark.parametrize("how", ["gone", "full", "closed"])
 def test_a_command_ends_as_it_would_whoever_reads_it(words: list[str], code: int, how: str, experiment: Experiment) -> None:

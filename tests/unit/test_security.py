@@ -79,12 +79,25 @@ def test_a_receipt_that_names_no_run_is_refused(name: object, tmp_path: Path) ->
     paths = Paths(tmp_path / "here" / "params.yaml")
     paths.models.mkdir(parents=True)
     (paths.models / "model.safetensors").write_bytes(b"weights")
-    proof = {"fingerprint": name, "model_sha256": hashlib.sha256(b"weights").hexdigest()}
-    (paths.models / "receipt.json").write_text(json.dumps(proof))
-    with pytest.raises(DataError, match="is no fingerprint"):
-        evaluate.read_receipt(paths)
-    (paths.models / "receipt.json").write_text(json.dumps(proof | {"fingerprint": "0123456789abcdef"}))
-    assert evaluate.read_receipt(paths)["fingerprint"] == "0123456789abcdef"
+    epoch = {"epoch": 1, "step": 1, "train_loss": "0x1.0p-1", "validation_loss": "0x1.0p-1", "validation_accuracy": 0.5}
+    values = {
+        "fingerprint": name,
+        "model_sha256": hashlib.sha256(b"weights").hexdigest(),
+        "weights_sha256": "",
+        "data_digest": "",
+        "parameters": {},
+        "precision": "fp32",
+        "journal": "",
+        "mlflow_run_id": None,
+        "steps": 1,
+        "best": epoch,
+        "epochs": [epoch],
+    }
+    (paths.models / "receipt.json").write_text(json.dumps(values))
+    with pytest.raises(DataError, match=r"receipt.json: is damaged, or from another version of this code \(fingerprint\); "):
+        evaluate.published(paths)
+    (paths.models / "receipt.json").write_text(json.dumps(values | {"fingerprint": "0123456789abcdef"}))
+    assert evaluate.published(paths).fingerprint == "0123456789abcdef"
 
 
 @pytest.mark.parametrize("key", ["checkpoints", "best"])

@@ -118,10 +118,10 @@ def test_a_journal_is_made_with_its_folders_and_everyone_may_read_it(tmp_path: P
 def test_a_line_tells_its_kind_and_when_it_was_written_in_whole_milliseconds(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.jsonl")
     before = time.time()
-    journal.event("started", world_size=2)
+    journal.event("begun", world_size=2)
     after = time.time()
     (line,) = read(tmp_path / "journal.jsonl")
-    assert {**line, "at": 0} == {"kind": "started", "at": 0, "world_size": 2}
+    assert {**line, "at": 0} == {"kind": "begun", "at": 0, "world_size": 2}
     assert isinstance(line["at"], int)
     assert round(before * 1000) <= line["at"] <= round(after * 1000)
 
@@ -130,7 +130,7 @@ def test_a_figure_of_a_step_that_is_known_is_written_neither_twice_nor_again_aft
     path = tmp_path / "journal.jsonl"
     for _ in range(2):
         journal = Journal(path)
-        journal.event("started", values={"train/loss": 0}, step=9)
+        journal.event("begun", values={"train/loss": 0}, step=9)
         journal.metrics({"train/loss": 0.5}, 0)
         journal.metrics({"train/loss": 0.4, "validation/loss": 0.6}, 0)
         journal.metrics({"train/loss": 0.3}, 1)
@@ -160,7 +160,7 @@ def test_a_line_that_does_not_fit_leaves_nothing_of_itself_and_names_the_file(tm
     """The limit on a file's size stands for the end of a disk: the kernel writes what fits and says how much that was."""
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
-    journal.event("started")
+    journal.event("begun")
     whole = path.read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, hard))
@@ -177,15 +177,15 @@ def test_a_line_that_does_not_fit_leaves_nothing_of_itself_and_names_the_file(tm
     assert (short.value.errno, short.value.filename) == (errno.ENOSPC, str(path))
     assert (full.value.errno, full.value.filename) == (errno.EFBIG, str(path))
     journal.event("stopped", step=10)
-    assert [line["kind"] for line in read(path)] == ["started", "stopped"]
+    assert [line["kind"] for line in read(path)] == ["begun", "stopped"]
 
 
 def test_a_line_that_was_cut_is_not_read_and_the_next_one_stands_alone(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    path.write_text('{"kind": "started"}\n{"kind": "st')
-    assert [line["kind"] for line in read(path)] == ["started"]
-    Journal(path).event("finished")
-    assert [line["kind"] for line in read(path)] == ["started", "finished"]
+    path.write_text('{"kind": "begun"}\n{"kind": "st')
+    assert [line["kind"] for line in read(path)] == ["begun"]
+    Journal(path).event("gone")
+    assert [line["kind"] for line in read(path)] == ["begun", "gone"]
 
 
 def test_what_a_power_cut_left_as_zeros_is_not_read_and_is_cut_off_with_all_that_lies_behind(tmp_path: Path) -> None:
@@ -204,8 +204,8 @@ def test_what_a_power_cut_left_as_zeros_is_not_read_and_is_cut_off_with_all_that
 def test_a_journal_of_one_cut_line_begins_anew(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_text('{"kind"')
-    Journal(path).event("finished")
-    assert next(read(path))["kind"] == "finished"
+    Journal(path).event("gone")
+    assert next(read(path))["kind"] == "gone"
 
 
 @pytest.mark.parametrize(
@@ -223,15 +223,33 @@ def test_a_journal_that_is_another_one_than_was_read_is_read_from_its_beginning(
 
 def test_a_damaged_line_is_an_error_that_names_the_file_and_the_place(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    path.write_bytes(b'{"kind": "started"}\n{"kind": \xff}\n')
-    with pytest.raises(MachineError, match=f"^{path}: is damaged before byte 32; move {tmp_path} away to train again$"):
+    path.write_bytes(b'{"kind": "begun"}\n{"kind": \xff}\n')
+    with pytest.raises(MachineError, match=f"^{path}: is damaged before byte 30; move {tmp_path} away to train again$"):
         list(read(path))
 
 
 def test_the_newest_event_of_some_kinds_is_found(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    assert last(path, "started") == {}
+    assert last(path, "begun") == {}
     path.write_text("".join(json.dumps({"kind": kind, "step": step}) + "\n" for step, kind in enumerate("abcab")))
     assert last(path, "a", "c") == {"kind": "a", "step": 3}
     assert last(path, "c") == {"kind": "c", "step": 2}
     assert last(path, "d") == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]",
+        "5",
+        "{}",
+        '{"kind": []}',
+        '{"kind": "metrics", "at": 1, "step": 2}',
+        '{"kind": "metrics", "at": 1, "step": 2, "values": {"a": "b"}}',
+    ],
+)
+def test_a_line_without_what_its_kind_has_is_damaged(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(MachineError, match=f"^{path}: is damaged before byte {len(line) + 1}; "):
+        list(read(path))
