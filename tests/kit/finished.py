@@ -40,16 +40,16 @@ def leave(run: Path, journal: Journal) -> None:
 
 
 class Pretended(RankStage):
-    """A stage whose ranks take no time; `started` tells how often they would have been started."""
+    """A stage whose ranks take no time while it `trains`, and else do nothing; `started` tells how often they would have been started."""
 
-    started = 0
+    started, trains = 0, True
 
     def run(
         self, module: str, header: dict[str, Any], tags: dict[str, Any], progress: Progress, publish: Callable[[Journal, str | None], str]
     ) -> int:
-        Pretended.started += 1
         journal, run = self._opened(header, tags), self._job.run
-        if self._stage == "train" and not (run / "receipt.json").exists():
+        Pretended.started += 1
+        if self.trains:
             leave(run, journal)
             publish(journal, None)
             journal.event("ended", stage="train", outcome="done", cause="")
@@ -85,16 +85,25 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.report.plots.curves", draw)
 
 
-def finish(folder: Path, **changes: Any) -> Path:
-    """Make an experiment that is finished and mirrored; returns its run's folder. `pretend` comes first."""
+def finish(folder: Path, done: bool = True, **changes: Any) -> Path:
+    """Make an experiment that is finished and mirrored, or then stopped; returns its run's folder. `pretend` comes first."""
     folder.mkdir(parents=True, exist_ok=True)
+    Pretended.trains = True
     experiment = Experiment(folder).set(**({"data__name": "synthetic:200", "dist__batch_size_per_gpu": 8} | changes))
     config, paths = load(experiment.params), Paths(experiment.params)
     prepare.run(config, paths)
     assert train.run(config, paths) == 0
+    Pretended.trains = False
     run = experiment.run_folder
+    (run / "logs").mkdir()
     uri, _ = server_and_credentials(paths)
     size_bytes = (run / "journal.jsonl").stat().st_size
     write_state(run, State("0" * 32, "1", size_bytes, None, server_id(uri)))
+    if not done:
+        # As it is after a stop.
+        for name in ("receipt.json", "model.safetensors", "model.pt2"):
+            (run / name).unlink()
+        lines = (run / "journal.jsonl").read_bytes().splitlines(keepends=True)
+        (run / "journal.jsonl").write_bytes(b"".join(line for line in lines if b'"finished"' not in line and b'"ended"' not in line))
     assert json.loads((folder / "models" / "receipt.json").read_text())["fingerprint"] == run.name
     return run

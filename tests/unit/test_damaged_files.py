@@ -65,9 +65,9 @@ PRECIOUS = ("journal.jsonl", "receipt.json", "model.safetensors", "model.pt2", "
 class Place:
     """A finished experiment that can be put back, and another one's files."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, done: bool):
         self.folder, self.pristine, self.other = folder / "here", folder / "pristine", folder / "other"
-        self.run = finish(self.folder)
+        self.run = finish(self.folder, done)
         self.other_run = finish(self.other, seed=2, data__name="synthetic:220")
         shutil.copytree(self.folder, self.pristine)
 
@@ -88,22 +88,21 @@ class Place:
                     found[one.relative_to(self.run).as_posix()] = one.read_bytes()
         return found
 
+    def write(self, path: Path, content: bytes) -> None:
+        remove(path)
+        path.write_bytes(content)
+
     def damages(self, name: str) -> Iterator[str]:
         """Damage a file in one way after the other, and put everything back before each."""
         path = self.path(name)
-
-        def write(content: bytes) -> None:
-            remove(path)
-            path.write_bytes(content)
-
         original = path.read_bytes() if path.is_file() else b""
         for how, content in CONTENTS.items():
             self.put_back()
-            write(content)
+            self.write(path, content)
             yield how
         for share in (0.1, 0.5, 0.99):
             self.put_back()
-            write(original[: int(share * len(original))])
+            self.write(path, original[: int(share * len(original))])
             yield f"cut to {share}"
         for how in ("gone", "a folder", "a link to nothing", "a link to itself", "another's"):
             self.put_back()
@@ -116,14 +115,18 @@ class Place:
                 other = self.path(name, self.other, self.other_run)
                 shutil.copytree(other, path) if other.is_dir() else shutil.copy(other, path)
             yield how
-        for how, content in changed(original):
+
+    def other_values(self, name: str) -> Iterator[str]:
+        """The same with one value after the other of a JSON file."""
+        path = self.path(name)
+        for how, content in changed(path.read_bytes()):
             self.put_back()
-            write(content)
+            self.write(path, content)
             yield how
 
 
 def remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def changed(original: bytes) -> Iterator[tuple[str, bytes]]:
@@ -148,8 +151,8 @@ def changed(original: bytes) -> Iterator[tuple[str, bytes]]:
                 yield f"line {number}, {key}/{inner}: {value!r}", b"".join(json.dumps(one).encode() + b"\n" for one in whole)
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+@pytest.fixture(scope="module", params=[True, False], ids=["finished", "stopped"])
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     memory = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path_factory.getbasetemp()
     folder = memory / f"damaged-{os.getpid()}"
     with pytest.MonkeyPatch.context() as patch:
@@ -157,7 +160,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             patch.delenv(name)
         pretend(patch)
         try:
-            yield Place(folder)
+            yield Place(folder, request.param)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -167,45 +170,56 @@ def run(place: Place, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int
     printed = io.StringIO()
     handler, log = logging.StreamHandler(printed), logging.getLogger("pipeline")
     log.addHandler(handler)
+    log.setLevel(logging.INFO)
     monkeypatch.setattr("sys.argv", ["pipeline", words[0], "--params", str(place.folder / "params.yaml"), *words[1:]])
     try:
         with contextlib.redirect_stderr(printed):
             return commands.main(), printed.getvalue()
     finally:
         log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
 
 
-@pytest.mark.fault(33, "26 files, each in over 20 ways: empty, cut, another type, a folder, a link, another run's, every value replaced")
+def judge(name: str, how: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = place.precious(name)
+    for words in (["evaluate"], ["train"], ["sync"], ["train", "--resume", str(place.run)], ["prepare"]):
+        case = f"{' '.join(words[:2])}: {name}: {how}"
+        started = Pretended.started
+        code, printed = run(place, monkeypatch, *words)
+        lines = printed.splitlines() or [""]
+        assert code in (0, 2, 3, 4), f"{case}: {code}\n{printed}"
+        if code:
+            assert "Traceback" not in printed, case
+            assert str(place.folder) in lines[-1] or "--resume" in lines[-1], f"{case}:\n{printed}"
+            assert len(lines[-1]) < 1000, case
+            assert Pretended.started == started, f"{case}: ranks were started"
+        after = place.precious(name)
+        # A journal may have grown.
+        lost = [one for one, content in before.items() if not after.get(one, b"").startswith(content)]
+        assert not lost, f"{case}: {lost} changed\n{printed}"
+
+
+@pytest.mark.fault(
+    33, "26 files of a finished and of a stopped run: empty, cut, of another type, a folder, a link, another run's; five commands each"
+)
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_named_in_one_line_and_nothing_else_is_lost(name: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    resumed = ["train", "--resume", str(place.run)]
-    count = 0
-    for how in place.damages(name):
-        before = place.precious(name)
-        for words in (["evaluate"], ["train"], ["sync"], resumed):
-            case = f"{' '.join(words[:2])}: {name}: {how}"
-            started = Pretended.started
-            code, printed = run(place, monkeypatch, *words)
-            lines = printed.splitlines()
-            count += 1
-            assert code in (0, 2, 3, 4), f"{case}: {code}\n{printed}"
-            if code:
-                assert "Traceback" not in printed, case
-                assert str(place.folder) in lines[-1] or "--resume" in lines[-1], f"{case}:\n{printed}"
-                assert len(lines[-1]) < 1000, case
-                assert Pretended.started == started, f"{case}: ranks were started"
-            after = place.precious(name)
-            # A journal may have grown, and what was missing may be there again.
-            lost = [one for one, content in before.items() if not after.get(one, b"").startswith(content)]
-            assert not lost, f"{case}: {lost} changed\n{printed}"
-    assert count > 80
+    assert sum(judge(name, how, place, monkeypatch) is None for how in place.damages(name)) == len(CONTENTS) + 8
+
+
+@pytest.mark.slow
+@pytest.mark.fault(33, "every value of every JSON file, gone or of every other type; five commands each")
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith((".json", ".jsonl", "lock"))])
+def test_a_value_of_another_type_is_no_different(name: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    if place.path(name, place.pristine).exists() and place.path(name, place.pristine).stat().st_size:
+        assert sum(judge(name, how, place, monkeypatch) is None for how in place.other_values(name)) > 10
 
 
 def test_an_undamaged_experiment_is_recognised_by_every_command(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.put_back()
-    started = Pretended.started
+    started, done = Pretended.started, (place.run / "receipt.json").exists()
     assert run(place, monkeypatch, "train")[0] == 0
-    assert Pretended.started == started
+    assert Pretended.started == started + (not done)
     code, printed = run(place, monkeypatch, "evaluate")
-    assert (code, Pretended.started) == (0, started + 1), printed
-    assert run(place, monkeypatch, "sync") == (0, "")
+    assert (code, Pretended.started) == (0, started + 1 + (not done)), printed
+    assert run(place, monkeypatch, "sync")[0] == 0
