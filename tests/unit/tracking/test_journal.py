@@ -235,21 +235,3 @@ def test_the_newest_event_of_some_kinds_is_found(tmp_path: Path) -> None:
     assert last(path, "a", "c") == {"kind": "a", "step": 3}
     assert last(path, "c") == {"kind": "c", "step": 2}
     assert last(path, "d") == {}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "[]",
-        "5",
-        "{}",
-        '{"kind": []}',
-        '{"kind": "metrics", "at": 1, "step": 2}',
-        '{"kind": "metrics", "at": 1, "step": 2, "values": {"a": "b"}}',
-    ],
-)
-def test_a_line_without_what_its_kind_has_is_damaged(line: str, tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    path.write_text(line + "\n")
-    with pytest.raises(MachineError, match=f"^{path}: is damaged before byte {len(line) + 1}; "):
-        list(read(path))
