@@ -6,7 +6,7 @@ from pathlib import Path
 from pipeline.config import Config, MachineError
 from pipeline.files import Paths, describe
 from pipeline.runs.lock import run_lock
-from pipeline.tracking.mirror_process import MirrorProcess, is_behind, server_and_credentials
+from pipeline.tracking.mirror_process import MirrorProcess, needs_sync, server_and_credentials
 from pipeline.tracking.mirror_state import UNANSWERED
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def run(config: Config, paths: Paths) -> int:
 
 def _mirrored(run: Path, paths: Paths) -> str | None:
     """Send what MLflow does not have of one run; returns an error or None."""
-    if not is_behind(run, paths):
+    if not needs_sync(run, paths):
         return None
     log.info("%s: sending what MLflow has not heard of", run.name)
     try:

@@ -29,7 +29,7 @@ from pipeline.timeouts import lock_seconds
 from pipeline.tracking import journal as journals
 from pipeline.tracking import receipt as receipts
 from pipeline.tracking.journal import CHECKPOINT, Journal
-from pipeline.tracking.mirror_process import MirrorProcess, is_behind, server_and_credentials
+from pipeline.tracking.mirror_process import MirrorProcess, needs_sync, server_and_credentials
 from pipeline.tracking.mirror_state import read_state
 from pipeline.tracking.receipt import Receipt
 
@@ -87,7 +87,7 @@ def publish_again(job: Job, paths: Paths) -> None:
     """Publish a finished run once more, and let MLflow catch up with it."""
     receipt = publish(job.run, paths)
     log.info("finished already, published again: %s, MLflow run %s", job.run, receipt.mlflow_run_id or read_state(job.run).run_id)
-    if is_behind(job.run, paths):
+    if needs_sync(job.run, paths):
         # Whoever finished it was killed before MLflow had heard.
         with deferred() as signalled:
             error = MirrorProcess(job.run, paths).finish(signalled, log.info)

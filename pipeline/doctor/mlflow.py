@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from pipeline.doctor.finding import Finding
 from pipeline.tracking.mirror_process import without_credentials
-from pipeline.tracking.mirror_state import explained
+from pipeline.tracking.mirror_state import error_line
 
 # To connect, and then to answer: both together leave the doctor in time.
 ANSWER_SECONDS = 1.6
@@ -72,9 +72,9 @@ def _server(uri: str) -> Finding:
         status, body = _get(f"{address}{SEARCH}", os.environ | credentials)
     except requests.exceptions.SSLError as error:
         fix = "export MLFLOW_TRACKING_SERVER_CERT_PATH=ITS-AUTHORITY.pem"
-        return Finding("wrong", f"no secure connection to MLflow at {address} ({explained(error)})", fix)
+        return Finding("wrong", f"no secure connection to MLflow at {address} ({error_line(error)})", fix)
     except requests.RequestException as error:
-        return Finding("wrong", f"MLflow cannot be reached at {address} ({explained(error)})", LATER)
+        return Finding("wrong", f"MLflow cannot be reached at {address} ({error_line(error)})", LATER)
     return _finding_of(address, host, status, body)
 
 

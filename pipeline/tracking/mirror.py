@@ -21,7 +21,7 @@ from pipeline.files import locked
 from pipeline.tracking import artifacts
 from pipeline.tracking.database import opening
 from pipeline.tracking.journal import Tail, last, read
-from pipeline.tracking.mirror_state import State, explained, read_state, server_id, write_error, write_state
+from pipeline.tracking.mirror_state import State, error_line, read_state, server_id, write_error, write_state
 from pipeline.tracking.mlflow_flavor import Program
 
 log = logging.getLogger(__name__)
@@ -197,8 +197,8 @@ def follow(run: Path, closed: threading.Event) -> bool:
                 mirror.settle()
                 return True
         except (MlflowException, SQLAlchemyError, OSError, ValueError, ParseError, MachineError) as error:
-            log.warning("%s", explained(error))
-            write_error(run, explained(error))
+            log.warning("%s", error_line(error))
+            write_error(run, error_line(error))
             if mirror is not None:
                 mirror.failed()
             if ending:

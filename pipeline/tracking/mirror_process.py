@@ -84,7 +84,7 @@ def address(run: Path, paths: Paths) -> str:
     return f"http://127.0.0.1:5000/{page} (after: make ui{'' if folder == '.' else f' IN={folder}'})"
 
 
-def is_behind(run: Path, paths: Paths) -> bool:
+def needs_sync(run: Path, paths: Paths) -> bool:
     """Return True unless MLflow is known to have all of a run's journal."""
     state, (uri, _) = read_state(run), server_and_credentials(paths)
     complete = state.offset == (run / "journal.jsonl").stat().st_size and state.server == server_id(uri) and not state.error

@@ -48,7 +48,7 @@ def server_id(uri: str) -> str:
     return hashlib.sha256(uri.encode()).hexdigest()[:16]
 
 
-def explained(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """Return an error in one line without an address, which may hold a password; common ones with their reason."""
     whole = re.sub(r"//[^/@\s]*@", "//", " ".join(str(error).split()))
     where, why = UNREACHED.search(whole), REASON.search(whole)

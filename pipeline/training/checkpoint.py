@@ -112,7 +112,9 @@ class Checkpoints:
         for index, values in state.items():
             tensors |= {f"optimizer.{index}.{key}": value for key, value in values.items() if isinstance(value, Tensor)}
         index = self._index()
-        content = packed(tensors, step=str(step), best=json.dumps(index.get("best")), metrics=str(count_metrics(self._journal, step)), **due)
+        content = packed(
+            tensors, step=str(step), best=json.dumps(index.get("best")), metrics=str(count_metrics(self._journal, step)), **due
+        )
         file = f"step-{step:08d}.safetensors"
         atomic_write(self._folder / file, content)
         # Not those that were refused when this run went on: they would push out good ones.

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.files import Paths
 from pipeline.tracking.journal import CHECKPOINT, Journal
-from pipeline.tracking.mirror_process import MirrorProcess, is_behind
+from pipeline.tracking.mirror_process import MirrorProcess, needs_sync
 from tests.faults.test_mlflow_faults import artifacts
 from tests.kit.experiment import LONGER, Experiment
 from tests.kit.servers import Proxy, Server
@@ -103,7 +103,7 @@ def test_an_upload_that_advances_is_waited_for(
     assert took_seconds > 60
     assert announced == ["MLflow is still receiving; waiting for it, for 600 s at most"]
     assert in_mlflow(server.uri, tmp_path.name) == kept(run)
-    assert not is_behind(run, paths)
+    assert not needs_sync(run, paths)
     record_property("happened", f"sent in {took_seconds:.0f} s; said once that it waits; the same SHA-256")
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from pipeline import __main__ as commands
+from pipeline.config import MachineError
+from pipeline.tracking.journal import read
 from tests.kit.finished import Pretended, finish, pretend
 
 FILES = (
@@ -223,3 +225,21 @@ def test_an_undamaged_experiment_is_recognised_by_every_command(place: Place, mo
     code, printed = run(place, monkeypatch, "evaluate")
     assert (code, Pretended.started) == (0, started + 1 + (not done)), printed
     assert run(place, monkeypatch, "sync")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]",
+        "5",
+        "{}",
+        '{"kind": []}',
+        '{"kind": "metrics", "at": 1, "step": 2}',
+        '{"kind": "metrics", "at": 1, "step": 2, "values": {"a": "b"}}',
+    ],
+)
+def test_a_line_without_what_its_kind_has_is_damaged(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(MachineError, match=f"^{path}: is damaged before byte {len(line) + 1}; "):
+        list(read(path))
