@@ -5,7 +5,7 @@ READY := .venv/.ready
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup repro test test-all test-systems test-fast lint lock audit golden faults chaos mutate bench up ui
+.PHONY: help setup repro test test-all test-systems test-fast lint lock audit golden faults chaos mutate fuzz bench up ui
 
 help: ## print this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +68,10 @@ chaos: $(READY) ## N faults at random points of small runs; SEED repeats a campa
 
 mutate: $(READY) ## break modules in every small way, one at a time: do their tests notice? MODULE=config for one; an hour for all
 	@python -m tests.kit.mutation $(MODULE)
+
+fuzz: $(READY) ## property tests with new random examples; prints the seed
+	@seed=$$(python -c 'import random; print(random.randrange(10**9))') && echo "seed $$seed" && \
+	python -m pytest -m "$(FAST)" --hypothesis-profile=fuzz --hypothesis-seed=$$seed tests/unit
 
 BENCH :=
 

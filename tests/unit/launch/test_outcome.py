@@ -17,6 +17,7 @@ from pipeline.launch.outcome import broken, describe, judge, unpublished
 from pipeline.runs.status import Outcome
 
 CONFIG = Config.model_validate({"dist": {"batch_size_per_gpu": 48, "accumulation": 2, "lanes": 8}})
+STARTED = {"kind": "started", "stage": "train", "tags": {}}
 FAILED = Failure(1, 1, "ValueError: no", 0, 7)
 DONE = Outcome("done", 0, "", None, 20, "kept", "")
 
@@ -27,12 +28,12 @@ def job(tmp_path: Path) -> Job:
 
 
 def judged(job: Job, result: LaunchResult, *lines: dict[str, Any]) -> Outcome:
-    told = [{"kind": "started"}, {"kind": "metrics", "step": 10}, *lines]
+    told = [STARTED, {"kind": "metrics", "at": 0, "step": 10, "values": {}}, *lines]
     job.journal.write_text("".join(json.dumps(line) + "\n" for line in told))
     return judge(result, job, "kept", "dvc repro")
 
 
-FINISHED, SAVED = {"kind": "finished", "step": 20}, {"kind": "stopped", "step": 12}
+FINISHED, SAVED = {"kind": "finished", "step": 20, "weights_sha256": "0" * 64}, {"kind": "stopped", "step": 12}
 
 
 def test_a_run_whose_ranks_finished_is_done_whatever_came_then(job: Job) -> None:
@@ -42,13 +43,13 @@ def test_a_run_whose_ranks_finished_is_done_whatever_came_then(job: Job) -> None
 
 
 def test_an_earlier_start_is_no_word_of_the_newest(job: Job) -> None:
-    again = [{"kind": "started"}, {"kind": "metrics", "step": 22}]
+    again = [STARTED, {"kind": "metrics", "at": 0, "step": 22, "values": {}}]
     assert judged(job, LaunchResult(stopped_by=signal.SIGTERM, exit_code=1), FINISHED, *again).step == 22
-    assert judged(job, LaunchResult(exit_code=1, failures=[FAILED]), SAVED, {"kind": "started"}).outcome == "failed"
+    assert judged(job, LaunchResult(exit_code=1, failures=[FAILED]), SAVED, STARTED).outcome == "failed"
 
 
 def test_a_run_without_figures_ended_in_step_0(job: Job) -> None:
-    job.journal.write_text('{"kind": "started"}\n')
+    job.journal.write_text(json.dumps(STARTED) + "\n")
     assert judge(LaunchResult(stopped_by=signal.SIGTERM, exit_code=1), job, None, "dvc repro").step == 0
 
 
