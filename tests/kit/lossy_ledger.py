@@ -66,6 +66,7 @@ class Ledger(Watch):
         self.run, self.unhurt = run, unhurt
         # Content of every checkpoint by step; and what the run keeps: after a kill one of several lists of steps.
         self.written: dict[int, bytes] = {}
+        self.covered: dict[int, bytes] = {}
         self.kept: list[list[int]] = [[]]
         # What a start found and did.
         self.keep, self.newest, self.first = 1, 0, -1
@@ -103,14 +104,17 @@ class Ledger(Watch):
     def is_begun(self) -> bool:
         """Whether anything tells that there was a checkpoint."""
         journal = self.run / "journal.jsonl"
-        told = journal.exists() and b'"kind": "kept"' in journal.read_bytes()
+        told = journal.exists() and b'"kind": "checkpoint"' in journal.read_bytes()
         return told or any(self.run.glob("checkpoints/step-*")) or (self.run / "checkpoints" / "index.json").exists()
 
     def may_be_restored(self) -> tuple[set[int], bool]:
         """Return the steps of which the next start must take one, and whether it may find none."""
         good, found, none = self.good(), set[int](), False
+        journal = self.run / "journal.jsonl"
+        uncut = journal.read_bytes() if journal.exists() else b""
         for kept in [good] if self.is_damaged("index.json") else self.kept:
-            sure = [step for step in kept if step in good]
+            # Where only lines without a figure are cut off, a checkpoint may be refused.
+            sure = [step for step in kept if step in good and uncut.startswith(self.covered[step])]
             least = max(sure, default=0)
             if self.best and self.is_damaged(self.best["file"]):
                 # From before it, where that can be, the best model comes about again.
@@ -127,8 +131,12 @@ class Ledger(Watch):
         # Where no checkpoint before it is left, nothing brings it back.
         self.best_is_lost |= self.best is not None and self.is_damaged(self.best["file"]) and step >= self.best["step"]
 
+    def note(self, step: int, content: bytes) -> None:
+        """Note a checkpoint, and the journal that it was written with."""
+        self.written[step], self.covered[step] = content, (self.run / "journal.jsonl").read_bytes()
+
     def saved(self, step: int) -> None:
-        self.written[step] = file_of(self.run, step).read_bytes()
+        self.note(step, file_of(self.run, step).read_bytes())
         self.kept = self._with(step)
         self.newest = step
 
@@ -146,7 +154,8 @@ class Ledger(Watch):
 
     def take_over(self, source: "Ledger") -> None:
         """This run has been made from another one."""
-        self.written = dict(source.written)
+        for step, content in source.written.items():
+            self.note(step, content)
         self.kept = [[step for step in kept if step in source.good()] for kept in source.kept]
         self.best_is_lost = source.best_is_lost
         self.best, self.damaged = source.best, dict(source.damaged)
@@ -158,7 +167,7 @@ class Ledger(Watch):
         for step in range(self.newest + 1, TOTAL + 1):
             content = self.content(file_of(self.run, step).name)
             if self.first >= 0 and content and content != self.written.get(step):
-                self.written[step] = content
+                self.note(step, content)
                 self.kept += self._with(step)
                 break
         self.remember()

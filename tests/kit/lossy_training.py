@@ -171,4 +171,7 @@ def _as_rank(run: Path, found: Told, steps: int | None, plan: Plan) -> None:
                 validate=lambda model: Result(0.5, plan.correct[gradients.done], 10, 10, torch.zeros(2, 2)),
             ),
         )
-        journal.event("finished" if done else "stopped", step=step)
+        if done:
+            journal.event("finished", step=step, weights_sha256=weights_sha256(model.state_dict()))
+        else:
+            journal.event("stopped", step=step)

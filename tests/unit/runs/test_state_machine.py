@@ -1,9 +1,11 @@
 """Whatever is done to a run in its starts and between them: it goes on from its newest good checkpoint, with every figure once."""
 
+import gc
 import json
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,6 @@ from tests.kit.lossy_training import OnlyRank, Told, Watch, parts, state_of, tra
 
 IDENTITY = b'{\n  "seed": 1\n}\n'
 HEADER: dict[str, Any] = {"experiment": "one", "name": "one", "params": {}, "tags": {}}
-DESCRIPTORS = Path("/proc/self/fd")
 # Before which of the file operations of a start a kill comes, if one comes.
 KILL = st.none() | st.integers(1, 150)
 
@@ -67,13 +68,12 @@ class Runs(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 7), per_checkpoint=st.integers(1, 5), keep=st.integers(1, 3), world=st.integers(1, 3), kill=KILL)
     def start(self, steps: int, per_checkpoint: int, keep: int, world: int, kill: int | None) -> None:
-        ledger, first, descriptors = self.ledger, FirstOfMany(), set(DESCRIPTORS.iterdir())
+        ledger, first, descriptors = self.ledger, FirstOfMany(), descriptors_of_this_process()
         ledger.begin(keep)
         try:
             with Killer.before(kill or 0, ledger.run):
                 found = train(ledger.run, keep, steps, ledger, plan_of(self.correct, per_checkpoint), first)
         except Killed:
-            close_all_but(descriptors)
             ledger.killed()
         except MachineError as error:
             assert "no good checkpoint is left" in str(error)
@@ -83,6 +83,7 @@ class Runs(RuleBasedStateMachine):
         else:
             ledger.ended(min(found.restored + steps, TOTAL))
             self.look_at_the_others(found, first, world)
+        close_all_but(descriptors)
 
     def look_at_the_others(self, found: Told, first: FirstOfMany, world: int) -> None:
         """Every rank has restored what rank 0 has."""
@@ -111,7 +112,7 @@ class Runs(RuleBasedStateMachine):
     @rule(kill=KILL)
     def take_over(self, kill: int | None) -> None:
         """Go on in another run's folder, as with --resume."""
-        source, descriptors = self.ledger, set(DESCRIPTORS.iterdir())
+        source, descriptors = self.ledger, descriptors_of_this_process()
         allowed, none = source.may_be_restored()
         identity = source.run / "identity.json"
         is_named = identity.exists() and identity.read_bytes() == IDENTITY
@@ -119,12 +120,11 @@ class Runs(RuleBasedStateMachine):
         values = {"device": "cpu", "backend": "gloo", "precision": "fp32", "prepared": self.home, "run": self.ledger.run}
         job = Job.model_validate({"config": Config.model_validate(experiment_settings())} | values)
         try:
-            try:
-                with Killer.before(kill or 0, self.ledger.run):
-                    import_run(source.run, job, json.loads(IDENTITY), HEADER)
-            except Killed:
-                close_all_but(descriptors)
+            with suppress(Killed), Killer.before(kill or 0, self.ledger.run):
                 import_run(source.run, job, json.loads(IDENTITY), HEADER)
+            close_all_but(descriptors)
+            # Once more, as whoever killed it would; what was imported whole is left as it is.
+            import_run(source.run, job, json.loads(IDENTITY), HEADER)
         except (ConfigError, MachineError) as error:
             assert none or not is_named or allowed == {0}, f"{error}, though one of {allowed} is there"
             shutil.rmtree(self.ledger.run, ignore_errors=True)
@@ -133,13 +133,17 @@ class Runs(RuleBasedStateMachine):
             self.ledger.take_over(source)
 
 
-def close_all_but(descriptors: set[Path]) -> None:
-    """What the kernel does for a process that is killed."""
-    for one in set(DESCRIPTORS.iterdir()) - descriptors:
-        try:
-            os.close(int(one.name))
-        except OSError:
-            continue
+def descriptors_of_this_process() -> set[int]:
+    """Without that of the listing itself."""
+    return {int(one.name) for one in list(Path("/proc/self/fd").iterdir()) if one.is_symlink()}
+
+
+def close_all_but(descriptors: set[int]) -> None:
+    """What the kernel does for a process that is killed; first what Python closes by itself."""
+    if descriptors_of_this_process() - descriptors:
+        gc.collect()
+    for one in descriptors_of_this_process() - descriptors:
+        os.close(one)
 
 
 class TestRuns(Runs.TestCase):
