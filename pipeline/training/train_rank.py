@@ -89,7 +89,7 @@ def fix_bits(job: Job) -> None:
     # Filling fresh memory finds bugs, and costs a pass over every tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cudnn.benchmark = False
-    # Products in full fp32 on every device. The old switch comes first: torch.export reads it, and raises where it contradicts the new ones.
+    # Products in full fp32 on every device. torch.export reads the old switch, and raises where it contradicts the new ones.
     backends = torch.backends
     backends.cudnn.allow_tf32 = False
     on_cpu, on_gpu = backends.mkldnn, backends.cudnn
