@@ -89,8 +89,9 @@ def fix_bits(job: Job) -> None:
     # Filling fresh memory finds bugs, and costs a pass over every tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cudnn.benchmark = False
-    # Products in full fp32 on every device, by the new interface alone: torch raises where `allow_tf32` is used beside it.
+    # Products in full fp32 on every device. torch.export reads the old switch, and raises where it contradicts the new ones.
     backends = torch.backends
+    backends.cudnn.allow_tf32 = False
     on_cpu, on_gpu = backends.mkldnn, backends.cudnn
     for part in (backends, backends.cuda.matmul, on_gpu, on_gpu.conv, on_gpu.rnn, on_cpu.matmul, on_cpu.conv, on_cpu.rnn):
         part.fp32_precision = "ieee"  # pyright: ignore[reportAttributeAccessIssue]
