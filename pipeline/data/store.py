@@ -20,7 +20,7 @@ SPLITS = ("train", "validation", "test")
 class Manifest(BaseModel):
     """Describes a prepared data set: enough to build a model for it and to check every byte of it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: str
     # The settings that prepare made it from.
