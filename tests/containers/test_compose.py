@@ -44,9 +44,6 @@ def test_every_container_command_of_the_documents_works(project: Callable[..., P
         found
     )
     for command in found:
-        if command == "make up":
-            # Else it would find everything up to date, and write no receipt.
-            sh("rm", "-rf", "runs", "models", "dvc.lock", cwd=job.folder)
         # As the folder's owner, who is another in this test than the one who calls.
         words = runnable(command).replace("$(id -u)", str(USER)).replace("$(id -g)", str(USER)).replace(" lockstep $", f" {IMAGE} $")
         said = sh("sh", "-c", words, cwd=job.folder, env=job.environment)
@@ -61,7 +58,6 @@ def check(job: Project, command: str, said: str, outside: Callable[..., str]) ->
         assert "wrong" not in said
     if command == "make up":
         assert job.receipt()["weights_sha256"] == outside(SMALL)
-        assert job.receipt()["image"] == sh("docker", "image", "inspect", "--format", "{{.Id}}", IMAGE).strip()
         assert job.exit_codes() == {"leader": 0, "worker": 0}
         assert len(job.runs()) == 1
     if command.startswith("WORKERS=3"):

@@ -59,7 +59,7 @@ def test_what_computes_nothing_can_change_without_another_experiment(package: Pa
     here = source_digests(LENET)
     # Comments, docstrings, line breaks.
     edit(package / "models" / "lenet.py", "\nSMALLEST_SIDE", "\n# How small.\n\n\nSMALLEST_SIDE")
-    edit(package / "models" / "lenet.py", '"""LeNet for images of any side', '"""LeNet, now with another docstring, for images of any side')
+    edit(package / "models" / "lenet.py", '"""The LeNet of the tutorials', '"""Now with another docstring')
     edit(package / "models" / "lenet.py", "nn.ReLU(),\n        nn.AvgPool2d(2),", "nn.ReLU(), nn.AvgPool2d(2),")
     edit(package / "training" / "loop.py", "class Speed:\n", "class Speed:  # images\n")
     # A new model, and other experiments' files.
