@@ -211,14 +211,14 @@ def test_prepared_data_are_there_whole_or_refused(folder: Path) -> None:
     with Recording(root) as recording:
         for seed in (1, 2):
             names = {"data.name": "tiny", "seed": seed}
-            store.write(root / "data" / "prepared", names, {"train": split, "validation": split}, ["a", "b"])
+            store.write(root / "data" / "prepared", names, {"train": split, "validation": split, "test": split}, ["a", "b"])
             recording.note(seed)
     states = recording.crash_states()
 
     def look(root: Path, seed: int) -> str | None:
         try:
             manifest = store.read_manifest(root / "data" / "prepared")
-            store.verify(root / "data" / "prepared", manifest, ("train", "validation"))
+            store.verify(root / "data" / "prepared", manifest, ("train", "validation", "test"))
         except DataError as error:
             # The old is removed before the new takes its place: what made it makes it again.
             return str(error) if seed == 2 else None

@@ -27,6 +27,9 @@ TENSORS: dict[str, Tensor] = {
 }
 
 
+STARTED = '{"kind": "started", "stage": "train", "tags": {}}\n'
+
+
 def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
@@ -100,16 +103,16 @@ def listed_steps(folder: Path) -> list[int]:
 
 def test_an_entry_names_the_file_its_digest_and_what_of_the_journal_it_goes_with(tmp_path: Path) -> None:
     journal = tmp_path / "journal.jsonl"
-    journal.write_text('{"kind": "started"}\n')
+    journal.write_text(STARTED)
     saved(tmp_path, 3, journal=journal)
     content = (tmp_path / "step-00000003.safetensors").read_bytes()
     told = [journal.stat().st_size, sha256(journal.read_bytes())]
     expected = {"step": 3, "file": "step-00000003.safetensors", "sha256": sha256(content), "journal": told}
     assert read_index(tmp_path) == {"checkpoints": [expected]}
-    assert proven(content) == {"step": "3", "best": "null"}
+    assert proven(content) == {"step": "3", "best": "null", "metrics": "0"}
 
 
-def test_a_step_is_saved_once_and_rank_0_is_told_when_the_journal_knows_of_none(tmp_path: Path) -> None:
+def test_a_step_is_saved_once_and_each_save_is_to_be_journalled(tmp_path: Path) -> None:
     model, optimizer = parts()
     checkpoints = Checkpoints(tmp_path, 3, SingleNode())
     assert checkpoints.restore(model, optimizer) == 0
@@ -118,36 +121,29 @@ def test_a_step_is_saved_once_and_rank_0_is_told_when_the_journal_knows_of_none(
     path.unlink()
     assert checkpoints.save(3, model, optimizer) is False
     assert not path.exists()
-    assert not checkpoints.save(4, model, optimizer)
+    assert checkpoints.save(4, model, optimizer)
     assert Checkpoints(tmp_path / "other", 3, SingleNode()).save(3, model, optimizer)
 
 
-@pytest.mark.parametrize(
-    ("lines", "to_tell"), [("", True), ('{"kind": "started"}\n', True), ('{"kind": "kept"}\n{"kind": "started"}\n', False)]
-)
-def test_a_resumed_run_tells_its_journal_of_a_first_checkpoint_only_if_that_knows_of_none(
-    lines: str, to_tell: bool, tmp_path: Path
-) -> None:
-    journal = tmp_path / "journal.jsonl"
-    journal.write_text(lines)
-    saved(tmp_path, 3, journal=journal)
-    checkpoints = Checkpoints(tmp_path, 3, SingleNode(), journal)
+def test_a_resumed_run_does_not_save_the_step_that_it_goes_on_from(tmp_path: Path) -> None:
+    saved(tmp_path, 3)
+    checkpoints = Checkpoints(tmp_path, 3, SingleNode())
     model, optimizer = parts()
     assert checkpoints.restore(model, optimizer) == 3
     assert not checkpoints.save(3, model, optimizer)
-    assert checkpoints.save(4, model, optimizer) == to_tell
+    assert checkpoints.save(4, model, optimizer)
 
 
 def test_no_checkpoint_where_the_journal_tells_of_one_is_an_error(tmp_path: Path) -> None:
     journal = tmp_path / "journal.jsonl"
-    journal.write_text('{"kind": "kept"}\n')
+    journal.write_text('{"kind": "checkpoint", "step": 3}\n')
     with pytest.raises(MachineError, match="no good checkpoint is left, and the journal tells of some"):
         Checkpoints(tmp_path / "checkpoints", 3, SingleNode(), journal).restore(*parts())
 
 
 def test_a_checkpoint_that_the_journal_does_not_reach_is_refused(tmp_path: Path) -> None:
     journal = tmp_path / "journal.jsonl"
-    journal.write_text('{"kind": "started"}\n')
+    journal.write_text(STARTED)
     saved(tmp_path, 3, journal=journal)
     journal.write_text("")
     with pytest.raises(MachineError, match="no good checkpoint is left of 1"):
@@ -162,7 +158,7 @@ def test_a_validation_that_is_due_is_remembered(due: bool, tmp_path: Path) -> No
     assert not checkpoints.validation_due
     checkpoints.restore(model, optimizer)
     assert checkpoints.validation_due == due
-    facts = {"step": "3", "best": "null"} | ({"validation_due": "true"} if due else {})
+    facts = {"step": "3", "best": "null", "metrics": "0"} | ({"validation_due": "true"} if due else {})
     assert proven((tmp_path / "step-00000003.safetensors").read_bytes()) == facts
     assert not Checkpoints(tmp_path, 3, SingleNode()).validation_due
 

@@ -60,7 +60,7 @@ def trained(folder: Path) -> dict[str, Any]:
 
 
 def without_journal(index: dict[str, Any]) -> dict[str, Any]:
-    entries = [{name: value for name, value in entry.items() if name != "journal"} for entry in index["checkpoints"]]
+    entries = [{name: value for name, value in entry.items() if name != "journal"} | {"metrics": 0} for entry in index["checkpoints"]]
     return {"checkpoints": entries, "best": index["best"]}
 
 

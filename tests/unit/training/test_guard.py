@@ -121,7 +121,7 @@ def test_the_samples_of_a_bad_step_are_written_with_the_lanes_that_lost_their_lo
 ) -> None:
     path = tmp_path / "diverged.json"
     said = thread_ranks(len(per_rank), told, per_rank, 1, path)
-    assert set(said) == {f"the loss of lanes [1] is no number, their samples: {path}"}
+    assert set(said) == {f"the loss of lanes [1] is non-finite, their samples: {path}"}
     values = json.loads(path.read_text())
     assert (values["step"], values["lanes_without_a_loss"]) == (4, [1])
     assert [(one["lane"], one["samples"]) for one in values["lanes"]] == [(0, [4, 0]), (1, [4, 10]), (2, [4, 20])]
