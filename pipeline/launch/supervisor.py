@@ -101,7 +101,7 @@ class Supervisor:
         self._unread = b""
         self._report_due = math.inf
         self.result = LaunchResult()
-        # The newest attempt's folder, and whether its end was reported.
+        # The newest attempt's folder, and whether a failure of it is known.
         self.folder: Path | None = None
         self.explained = False
 
@@ -146,7 +146,6 @@ class Supervisor:
             self.folder, self.explained = Path(event["folder"]), False
             self._watchdog.started(self.folder)
         elif kind == "failed":
-            self.explained = True
             assert self.folder is not None
             codes = {int(rank): code for rank, code in event["exit_codes"].items()}
             self._failed(failure_of(self.folder, event["attempt"], self._node.ranks, codes, self._watchdog.oom_killed))
@@ -171,6 +170,7 @@ class Supervisor:
             # Whoever is told to stop may end in any way.
             return
         self.result.failures.append(failure)
+        self.explained |= failure.host is None
         self.result.given_up = self._observer.failed(failure) or self.result.given_up
         if failure.waiting:
             self._report_due = min(self._report_due, time.monotonic() + REPORT_SECONDS)
