@@ -134,6 +134,8 @@ def test_a_hanging_rank_is_named_and_a_slow_one_is_warned_of_once(experiment: Ex
         experiment.set(**LONGER, dist__timeout_seconds=5, dist__reduction=reduction, dist__lanes=lanes).run("prepare")
         said = with_fault(experiment, "hang:1:12", 6)
         assert "rank 1 stands still in step 12" in said, said
+        ends = [json.loads(path.read_text()) for path in experiment.folder.glob("runs/*/status.json")]
+        assert all(end["rank"] == 1 and end["cause"].startswith("rank 1 stands still in step 12") for end in ends), ends
     stacks = [path.read_text() for path in experiment.folder.glob("runs/*/logs/**/stacks.log")]
     assert len(stacks) == 4
     assert sum("in hang" in one for one in stacks) == 2

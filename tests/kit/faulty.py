@@ -96,7 +96,7 @@ def fill(folder: Path) -> Path:
 def main() -> int:
     """The launcher's part: the command line as it is, with this module for its ranks."""
     # A slow rank is told after this long: no test has to wait for half a minute of them.
-    watchdog.SLOW_SECONDS = 6
+    watchdog.SLOW_SECONDS = 4
     run = supervisor.run
     supervisor.run = lambda _, *rest: run("tests.kit.faulty", *rest)
     return commands.main()
