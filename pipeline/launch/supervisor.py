@@ -158,8 +158,6 @@ class Supervisor:
         """Take the watchdog's word for a rank that hangs."""
         failure = self._watchdog.look()
         if failure is not None and self._stop.signal is None:
-            # The agent is ended for it, and reports nothing more.
-            self.explained = True
             self._failed(failure)
         if time.monotonic() > self._report_due:
             # No report from the machine that all wait for: it is gone, and a spare may take its place.
