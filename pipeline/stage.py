@@ -106,14 +106,14 @@ class RankStage:
             # Workers wait for no MLflow.
             members.end_job(end.exit_code or 0)
             progress.say(message)
-            self._finish_mirror(mirror, progress.say, signalled)
+            self._finish_mirror(mirror, progress.say, signalled, end.outcome == "stopped")
         assert end.exit_code is not None
         return end.exit_code
 
-    def _finish_mirror(self, mirror: MirrorProcess, say: Callable[[str], None], signalled: Event) -> None:
+    def _finish_mirror(self, mirror: MirrorProcess, say: Callable[[str], None], signalled: Event, stopped: bool) -> None:
         """Let MLflow have the rest, for as long as it takes it and nobody sends a signal."""
         sync = f"python -m pipeline sync --params {shlex.quote(str(self._paths.params))}"
-        error = mirror.finish(signalled, lambda text: say(f"{text}; Ctrl-C leaves the rest to: {sync}"))
+        error = mirror.finish(signalled, lambda text: say(f"{text}; Ctrl-C leaves the rest to: {sync}"), stopped)
         if error is None:
             say(f"MLflow: {address(self._job.run, self._paths)}")
         else:

@@ -117,21 +117,24 @@ class MirrorProcess:
 
     def run_id(self) -> str | None:
         """Return MLflow's id of the run, once it has one; None if it cannot be had now."""
-        while self._is_worth_waiting(DEAF_SECONDS):
+        while self._is_worth_waiting():
             state = read_state(self._run)
             if state.error or (state.run_id and state.server == self._server):
                 return state.run_id if state.server == self._server else None
         return None
 
-    def finish(self, signalled: Event, announce: Callable[[str], None]) -> str | None:
-        """Close the journal and wait for the mirror while its server takes what it sends; returns an error or None."""
+    def finish(self, signalled: Event, announce: Callable[[str], None], stopped: bool = False) -> str | None:
+        """Close the journal and wait for the mirror while its server takes what it sends; returns an error or None.
+
+        After a stop request the whole wait for the server is short: whoever asked may kill this process soon.
+        """
         started_at, announced = time.monotonic(), False
         self._close()
-        while self._is_worth_waiting(DEAF_SECONDS) and not signalled.is_set():
+        while self._is_worth_waiting(counts_progress=not stopped) and not signalled.is_set():
             waited_seconds = time.monotonic() - started_at
             if waited_seconds > RECEIVING_SECONDS:
                 break
-            if waited_seconds > DEAF_SECONDS and not announced:
+            if waited_seconds > DEAF_SECONDS and not (announced or stopped):
                 announce(f"MLflow is still receiving; waiting for it, for {RECEIVING_SECONDS:.0f} s at most")
                 announced = True
         if self._process.poll() is None:
@@ -157,14 +160,14 @@ class MirrorProcess:
             return None
         return read_state(self._run).error or f"the mirror ended with {self._process.returncode}; see {self._run / 'logs' / 'mirror.log'}"
 
-    def _is_worth_waiting(self, deaf_seconds: float) -> bool:
-        """Wait a moment; returns False once the mirror has ended, or has slept so long without sending anything."""
-        if self._process.poll() is not None or self._deaf_seconds > deaf_seconds:
+    def _is_worth_waiting(self, counts_progress: bool = True) -> bool:
+        """Wait a moment; returns False once the mirror has ended, or has slept for DEAF_SECONDS since it last got on."""
+        if self._process.poll() is not None or self._deaf_seconds > DEAF_SECONDS:
             return False
         time.sleep(0.05)
         with contextlib.suppress(psutil.NoSuchProcess):
             progress = (read_state(self._run).offset, self._read_bytes())
-            if progress[0] != self._progress[0] or progress[1] > self._progress[1] + PROGRESS_BYTES:
+            if counts_progress and (progress[0] != self._progress[0] or progress[1] > self._progress[1] + PROGRESS_BYTES):
                 self._progress, self._deaf_seconds = progress, 0.0
             elif self._mirror.status() == psutil.STATUS_SLEEPING:
                 self._deaf_seconds += 0.05

@@ -130,6 +130,23 @@ def test_an_upload_that_stalls_is_given_up_in_ten_seconds_and_sync_sends_it(
     record_property("happened", f"given up {late_seconds:.1f} s after the last byte; sync sends it; the same SHA-256")
 
 
+@pytest.mark.fault(35, "a stop request while a checkpoint goes to MLflow over a slow link")
+def test_after_a_stop_request_an_upload_is_not_waited_for(
+    run: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Note
+) -> None:
+    proxy = Proxy(server.uri, bytes_per_second=0.7 * MEGABYTE)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", proxy.uri)
+    mirror = MirrorProcess(run, Paths(tmp_path / "params.yaml"))
+    until(lambda: proxy.taken_bytes > 2 * MEGABYTE)
+    started_at = time.monotonic()
+    error = mirror.finish(Event(), print, stopped=True)
+    late_seconds = time.monotonic() - started_at
+    proxy.close()
+    assert error is not None
+    assert late_seconds < 12
+    record_property("happened", f"{late_seconds:.1f} s late; the rest is left to sync")
+
+
 def test_a_checkpoint_that_is_no_longer_kept_leaves_mlflow_and_one_that_was_never_sent_is_not_missed(
     run: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,7 +64,7 @@ class NoMirror(MirrorProcess):
     def __init__(self, run: Path, paths: Paths, patient: bool = False):
         server_and_credentials(paths)
 
-    def finish(self, signalled: Any, announce: Any) -> str | None:
+    def finish(self, signalled: Any, announce: Any, stopped: bool = False) -> str | None:
         return None
 
     def settle(self) -> str | None:
