@@ -35,6 +35,8 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 # Without them nothing runs at all.
 NEEDED = ("len", "range", "enumerate", "zip", "isinstance", "getattr", "Field")
+# What says too little of a change to be shown alone.
+PARTS = (ast.Slice, ast.UnaryOp)
 # A statement that can be left out; the names that the others bind would be missing.
 DROPPED = (ast.Expr, ast.AugAssign, ast.Raise, ast.Continue, ast.Break, ast.Delete)
 
@@ -105,7 +107,7 @@ def _walk(parent: ast.AST, scope: str, above: list[ast.AST], bound: set[str]) ->
             shown = node
             if isinstance(node, ast.Constant | ast.Name | ast.Slice | ast.FormattedValue | ast.comprehension):
                 # Alone it would not tell where.
-                around = [one for one in (*above, parent) if isinstance(one, ast.expr) and not isinstance(one, ast.Slice | ast.UnaryOp)]
+                around = [one for one in (*above, parent) if isinstance(one, ast.expr | ast.Assign) and not isinstance(one, PARTS)]
                 shown = around[-1] if around else node
             for replacement in _replacements(node, parent, names):
                 ast.fix_missing_locations(ast.copy_location(replacement, node))

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config import MachineError
 from pipeline.files import write_checksummed_json
-from pipeline.runs.checkpoints import INDEX, intact, journal_until, listed, newest, none_left, read_index, usable
+from pipeline.runs.checkpoints import INDEX, count_metrics, intact, journal_until, listed, newest, none_left, read_index, usable
 
 
 def sha256(content: bytes) -> str:
@@ -155,6 +155,29 @@ def test_without_checkpoints_nothing_is_usable_and_no_best_model_is_asked_for(tm
     run.path(2, "best").unlink()
     assert run.usable() == []
     assert run.warnings == []
+
+
+def with_metrics(run: Run, *steps: int) -> None:
+    lines = [{"kind": "metrics", "at": 0, "step": step, "values": {}} for step in steps]
+    run.journal.write_text("".join(json.dumps(line) + "\n" for line in [{"kind": "checkpoint", "step": 1}, *lines]))
+
+
+def test_of_a_journal_only_lines_of_metrics_up_to_a_step_are_counted(run: Run) -> None:
+    with_metrics(run, 1, 2, 2, 3)
+    assert [count_metrics(run.journal, step) for step in (0, 1, 2, 3, 4)] == [0, 1, 3, 4, 4]
+    assert count_metrics(None, 4) == 0
+
+
+def test_a_checkpoint_of_a_rebuilt_index_is_taken_if_the_journal_has_as_many_metrics(run: Run) -> None:
+    for entry in run.index["checkpoints"]:
+        del entry["journal"]
+        entry["metrics"] = entry["step"]
+    with_metrics(run, 1, 2, 3)
+    assert [step for step, _ in run.usable()] == [3, 2, 1]
+    with_metrics(run, 1, 2, 4)
+    assert [step for step, _ in run.usable()] == [2, 1]
+    assert run.warnings == [f"{run.path(3)} does not go with the journal, which has been cut"]
+    assert [entry["step"] for entry, _ in usable(run.folder, run.index, None, print)] == [3, 2, 1]
 
 
 def test_the_path_of_what_a_resume_takes_is_told(run: Run) -> None:

@@ -1,11 +1,15 @@
 """The fingerprint: another one for all that can change a bit, and only for that."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
 
+from pipeline.config import MachineError
 from pipeline.hardware.placement import resolve
-from pipeline.runs.identity import fingerprint, run_identity, versions
+from pipeline.runs import identity
+from pipeline.runs.identity import fingerprint, flatten, run_identity, versions, write_identity
+from pipeline.runs.source import source_digests
 from tests.unit.hardware.test_placement import NO_GPU, OLD_CPU, ONE_GPU, TWO_GPUS, Machine, config
 
 NATIVE = {"dist__reduction": "native", "dist__lanes": None}
@@ -71,3 +75,50 @@ def test_versions_are_those_that_are_installed() -> None:
     if cudnn is not None:
         major, minor, patch = (int(part) for part in found["nvidia-cudnn"].split(".")[:3])
         assert cudnn == 10000 * major + 100 * minor + patch
+
+
+def test_an_identity_is_of_settings_data_versions_and_source() -> None:
+    settings, placed = config(), resolve(config(), NO_GPU)
+    parts = {"prepared data": "d", "versions": versions(settings, "cpu", "gloo"), "source": source_digests(settings)}
+    assert run_identity(settings, placed, "d") == settings.identity(placed.device_kind, placed.precision, placed.backend) | parts
+
+
+def test_a_fingerprint_is_16_digits_of_the_identitys_digest() -> None:
+    assert fingerprint({"seed": 1}) == hashlib.sha256(b'{"seed": 1}').hexdigest()[:16]
+
+
+def test_nccl_is_asked_for_only_where_it_adds() -> None:
+    native = config(**NATIVE)
+    asked = {
+        name: "nvidia-nccl" in versions(*one)
+        for name, one in {
+            "adds": (native, "cuda", "nccl"),
+            "moves": (config(), "cuda", "nccl"),
+            "gloo": (native, "cuda", "gloo"),
+            "cpu": (native, "cpu", "nccl"),
+        }.items()
+    }
+    assert asked == {"adds": True, "moves": False, "gloo": False, "cpu": False}
+
+
+def test_a_package_without_the_cuda_in_its_name_is_found_and_a_missing_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "ON_GPUS", ("nvidia-made-up",))
+    with pytest.raises(MachineError, match=r"^nvidia-made-up: not installed as a package, so .*; run: make setup$"):
+        versions(config(), "cuda", "nccl")
+    install(tmp_path, "nvidia-made-up")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert versions(config(), "cuda", "nccl")["nvidia-made-up"] == "0.0.1"
+
+
+def test_what_a_fingerprint_is_made_of_is_written_once(tmp_path: Path) -> None:
+    write_identity(tmp_path, {"seed": 1, "data": {"name": "a"}})
+    path = tmp_path / "identity.json"
+    assert path.read_text() == '{\n  "seed": 1,\n  "data": {\n    "name": "a"\n  }\n}\n'
+    write_identity(tmp_path, {"seed": 2})
+    assert '"seed": 1' in path.read_text()
+
+
+def test_nested_keys_are_joined_by_dots() -> None:
+    assert flatten({"a": {"b": {"c": 1}, "d": [2]}, "e": None}) == {"a.b.c": 1, "a.d": [2], "e": None}

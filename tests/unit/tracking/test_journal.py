@@ -191,7 +191,7 @@ def test_a_line_that_was_cut_is_not_read_and_the_next_one_stands_alone(tmp_path:
 def test_what_a_power_cut_left_as_zeros_is_not_read_and_is_cut_off_with_all_that_lies_behind(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     whole = b'{"kind": "begun"}\n{"kind": "kept"}\n'
-    path.write_bytes(whole + b'\0\0\0"}\n{"kind": "gone"}\n')
+    path.write_bytes(whole + b'\0\0\0"}\n{"kind": "stopped"}\n')
     tail = Tail(path)
     assert [line["kind"] for line in tail] == ["begun", "kept"]
     assert tail.offset == len(whole)

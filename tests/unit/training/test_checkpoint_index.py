@@ -59,7 +59,8 @@ def trained(folder: Path) -> dict[str, Any]:
     return index
 
 
-def without_journal(index: dict[str, Any]) -> dict[str, Any]:
+def rebuilt(index: dict[str, Any]) -> dict[str, Any]:
+    """What the files tell: of the journal, only how many lines of metrics it had."""
     entries = [{name: value for name, value in entry.items() if name != "journal"} | {"metrics": 0} for entry in index["checkpoints"]]
     return {"checkpoints": entries, "best": index["best"]}
 
@@ -67,11 +68,11 @@ def without_journal(index: dict[str, Any]) -> dict[str, Any]:
 def test_a_damaged_index_is_made_anew_from_the_files_and_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     index = trained(tmp_path)
     (tmp_path / INDEX).write_text("{}")
-    assert read_or_rebuild_index(tmp_path) == without_journal(index)
+    assert read_or_rebuild_index(tmp_path) == rebuilt(index)
     assert caplog.messages == [f"{tmp_path / INDEX} is damaged or missing; it is made anew from 3 files"]
     assert read_index(tmp_path) is None
     assert Checkpoints(tmp_path, 2, SingleNode()).restore(*parts()) == 6
-    assert read_index(tmp_path) == without_journal(index)
+    assert read_index(tmp_path) == rebuilt(index)
 
 
 def test_a_missing_index_is_made_anew_too_and_a_file_that_proves_nothing_is_left_out(

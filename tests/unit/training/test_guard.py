@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeline.config import MachineError
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.ranks import Ranks
-from pipeline.training.guard import CURE, Diverged, NonFiniteGuard, finite, write_down
+from pipeline.training.guard import CURE, Diverged, NonFiniteGuard, check_kernels, finite, write_down
 
 
 class Trained:
@@ -100,6 +101,13 @@ def test_figures_are_returned_if_they_are_finite() -> None:
     assert finite(figures, 3) is figures
     with pytest.raises(Diverged, match=f"^training diverged: train/loss is nan at step 3; {CURE}$"):
         finite({"train/accuracy": 0.5, "train/loss": math.nan}, 3)
+
+
+def test_an_allocation_that_failed_is_an_error_also_if_nobody_reported_it() -> None:
+    check_kernels({})
+    check_kernels({"num_ooms": 0})
+    with pytest.raises(MachineError, match=r"^the GPU's memory was too short for a kernel's workspace.*; free the GPU, or lower "):
+        check_kernels({"num_ooms": 1})
 
 
 def test_divergence_ends_with_5() -> None:
