@@ -34,7 +34,7 @@ def main() -> int:
     command, params = arguments.pop("command"), arguments.pop("params")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     # It logs every font cache that it builds.
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         config = load(params)
         check_names(config, params)
