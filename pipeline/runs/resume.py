@@ -26,9 +26,8 @@ def import_run(source: Path, job: Job, identity: dict[str, Any], header: dict[st
     if source.resolve() == job.run.resolve():
         return None
     try:
-        other: dict[str, Any] = dict(json.loads((source / IDENTITY).read_bytes()))
-        then = flatten(other)
-    except (OSError, ValueError, TypeError, RecursionError):
+        then = flatten(json.loads((source / IDENTITY).read_bytes()))
+    except (OSError, ValueError, AttributeError, RecursionError):
         raise ConfigError(f"--resume: {source} is no folder of a run; name one such as runs/0123456789abcdef") from None
     now = flatten(identity)
     differing = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
@@ -73,7 +72,9 @@ def _copy(source: Path, job: Job, step: int, header: dict[str, Any]) -> None:
             # It is rebuilt from the files, and may not come back from the other run's journal.
             (scratch / "index.json").unlink(missing_ok=True)
         else:
-            entries = [entry | {"journal": [len(content), hashlib.sha256(content).hexdigest()]} for entry in index["checkpoints"]]
+            covered = [len(content), hashlib.sha256(content).hexdigest()]
+            # A later one was refused there: its figures are not in this journal either.
+            entries = [entry | {"journal": covered} for entry in index["checkpoints"] if entry["step"] <= step]
             write_checksummed_json(scratch / "index.json", index | {"checkpoints": entries})
     os.replace(partial, job.journal)
     fsync_path(job.run)

@@ -10,7 +10,7 @@ import pytest
 from pipeline.runs import checkpoints
 from pipeline.tracking import journal as journals
 from tests.kit.experiment import LONGER, Experiment
-from tests.kit.power import Disk, kill_all
+from tests.kit.power import Disk
 from tests.kit.trainings import mlflow_runs, same_figures, wait_for_step
 from tests.kit.waiting import until
 
@@ -35,13 +35,13 @@ def journals_of(experiment: Experiment) -> Iterator[Path]:
 
 def trained_until_the_power_is_cut(experiment: Experiment, disk: Disk, step: int, **environment: str) -> tuple[int, str | None]:
     """Returns the step of the newest save that had returned, and the checkpoint that is left."""
-    process = experiment.start("train", **environment)
+    process = experiment.start("train", **disk.mark, **environment)
     # The last cut may have left zeros at the journal's end, which the start cuts off.
     until(lambda: any(journals.last(path, "metrics").get("step", 0) >= step for path in journals_of(experiment)), process)
     # A figure of a later step was written after it.
     saved = (max(line["step"] for line in experiment.journal("metrics")) - 1) // EVERY_STEPS * EVERY_STEPS
     disk.cut()
-    kill_all(process)
+    disk.kill_all(process)
     disk.back()
     runs = list((disk.folder / "runs").glob("*"))
     return saved, checkpoints.newest(runs[0]) if runs else None
@@ -78,9 +78,9 @@ def test_what_prepare_has_written_is_there_after_a_power_cut(disk: Disk, record_
     experiment.run("prepare")
     disk.cut()
     disk.back()
-    process = experiment.start("train")
+    process = experiment.start("train", **disk.mark)
     wait_for_step(experiment, 10, process)
-    kill_all(process)
+    disk.kill_all(process)
     record_property("happened", "all of it was there, and trains")
 
 

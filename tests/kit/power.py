@@ -11,11 +11,12 @@ import os
 import shutil
 import struct
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.kit.waiting import until
 
 # _IOR('X', 125, u32), and its flag for "do not even write the log".
 EXT4_IOC_SHUTDOWN, WITHOUT_THE_LOG = 0x8004587D, 2
@@ -54,17 +55,22 @@ class Disk:
 
     def remove(self) -> None:
         """Unmount it, as soon as nobody has a file of it open."""
-        until = time.monotonic() + 30
-        while subprocess.run(["umount", self.folder], capture_output=True).returncode and time.monotonic() < until:
-            time.sleep(0.1)
+        until(lambda: not subprocess.run(["umount", self.folder], capture_output=True).returncode, seconds=60, every_seconds=0.2)
 
+    @property
+    def mark(self) -> dict[str, str]:
+        """What is in the environment of every process that this disk's power is for."""
+        return {"LOCKSTEP_TEST_POWER": str(self.folder)}
 
-def kill_all(process: "subprocess.Popen[str]") -> None:
-    """Kill a command with all that it has started, as a power cut does."""
-    with contextlib.suppress(psutil.Error):
-        victims = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        for one in victims:
-            with contextlib.suppress(psutil.Error):
-                one.kill()
-        psutil.wait_procs(victims, 20)
-    process.communicate(timeout=20)
+    def kill_all(self, process: "subprocess.Popen[str]") -> None:
+        """Kill a command with all that it has started, whoever their parent is now, as a power cut does."""
+        while left := [one for one in psutil.process_iter() if self._is_marked(one)]:
+            for one in left:
+                with contextlib.suppress(psutil.Error):
+                    one.kill()
+        process.communicate(timeout=20)
+
+    def _is_marked(self, process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error, OSError):
+            return self.mark.items() <= process.environ().items() and process.status() != psutil.STATUS_ZOMBIE
+        return False
