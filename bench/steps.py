@@ -45,7 +45,7 @@ def make(group: ranks.Ranks, model_name: str, reduction: str, batch: tuple[torch
 def main() -> None:
     model_name, pairs, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     torch.set_num_threads(1)
-    group = ranks.join("cpu", "gloo", ranks.seat(2, 60), 60)
+    group = ranks.init_group("cpu", "gloo", ranks.rendezvous(2, 60), 60)
     source = torch.Generator().manual_seed(0)
     images = torch.randn(BATCH_PER_RANK, 1, 28, 28, generator=source).contiguous(memory_format=torch.channels_last)
     batch = images, torch.randint(10, (BATCH_PER_RANK,), generator=source)
@@ -55,7 +55,7 @@ def main() -> None:
         take(3)
     # Every rank must take as many steps: rank 0 says how many fill the time.
     one = int.from_bytes(
-        group.from_first(max(1, round(seconds * takers["native"](3) / BATCH_PER_RANK / group.size)).to_bytes(8, "big")), "big"
+        group.broadcast_bytes(max(1, round(seconds * takers["native"](3) / BATCH_PER_RANK / group.size)).to_bytes(8, "big")), "big"
     )
     speeds: dict[str, list[float]] = {name: [] for name in kinds}
     for pair in range(pairs):
@@ -64,7 +64,7 @@ def main() -> None:
             speeds[name].append(takers[name](one))
     if group.rank == 0:
         print(json.dumps({"steps": one, "speeds": speeds}))
-    ranks.leave(group)
+    ranks.shutdown_group(group)
 
 
 main()

@@ -13,10 +13,9 @@ from pipeline.files import Paths, atomic_write
 from pipeline.hardware import machine
 from pipeline.hardware.placement import resolve
 from pipeline.job import Job
-from pipeline.launch.node import resolve_num_nodes
 from pipeline.report import plots
 from pipeline.runs.lock import run_lock
-from pipeline.stage import RankStage, run_header
+from pipeline.stage import RankStage, resolve_num_nodes, run_header
 from pipeline.timeouts import lock_seconds
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.mirror_process import server_and_credentials

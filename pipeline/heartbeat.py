@@ -37,7 +37,7 @@ class Heartbeat:
         # A reader finds the whole file or none.
         os.replace(folder / ".heartbeat", folder / "heartbeat")
 
-    def seated(self, rank: int) -> None:
+    def set_rank(self, rank: int) -> None:
         """Set the rank, which is not torchrun's: see ranks.rendezvous."""
         self._rank = rank
         self._show(STARTING)
@@ -93,7 +93,7 @@ class Snapshot(NamedTuple):
     phase: int
     beats: int
     exit_code: int
-    words: str
+    exit_reason: str
 
 
 def read(folder: Path) -> Snapshot | None:
@@ -105,6 +105,6 @@ def read(folder: Path) -> Snapshot | None:
     if len(content) < SIZE_BYTES:
         return None
     pid, rank, step, phase, beats, exit_code = FORM.unpack(content[: FORM.size])
-    words = content[FORM.size :].rstrip(b"\0").decode(errors="replace")
+    reason = content[FORM.size :].rstrip(b"\0").decode(errors="replace")
     # Before the rendezvous a rank has only torchrun's local rank, the name of its folder.
-    return Snapshot(pid, rank if rank >= 0 else int(folder.name), step, phase, beats, exit_code, words)
+    return Snapshot(pid, rank if rank >= 0 else int(folder.name), step, phase, beats, exit_code, reason)

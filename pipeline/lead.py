@@ -8,8 +8,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from types import FrameType
 
 from pipeline import join
@@ -21,8 +19,9 @@ from pipeline.files import Paths
 from pipeline.hardware.machine import check_writable
 from pipeline.hardware.network import PORT, endpoint, listen
 from pipeline.launch.node import NODES, STORE
-from pipeline.launch.process_tree import adopt_orphans, dies_with_parent, wait_for_orphans
+from pipeline.process_tree import adopt_orphans, dies_with_parent, wait_for_orphans
 from pipeline.runs.status import STOPPED
+from pipeline.stop_signals import handled_by
 from pipeline.timeouts import STORM_SECONDS, ending_seconds
 
 log = logging.getLogger(__name__)
@@ -49,19 +48,14 @@ def run(config: Config, paths: Paths, words: list[str], workers: int | None, por
     # torchrun unpickles what it finds in the store: nobody else reaches it where nobody else is to come.
     address = bind or ("127.0.0.1" if nodes == 1 else None)
     listening = listen(number, address)
-    others = f"{nodes - 1} workers" if nodes > 2 else "1 worker" if nodes == 2 else "no worker: dist.nodes is 1, unless you say --workers"
-    how = (
-        f"; a worker is started with: python -m pipeline join {endpoint(bind or os.uname().nodename, number)}"
-        if address != "127.0.0.1"
-        else ""
-    )
-    log.info("leading %s%s", others, how)
+    log.info("leading %s", _who_joins(nodes, "" if address == "127.0.0.1" else endpoint(bind or os.uname().nodename, number)))
     host = "127.0.0.1" if bind in (None, "0.0.0.0", "::") else bind
     variables = os.environ | {STORE: endpoint(host, number), NODES: str(nodes)}
     # A session of its own: signals reach us alone, and we decide what becomes of them.
     process = subprocess.Popen(words, env=variables, start_new_session=True, preexec_fn=dies_with_parent())
     adopt_orphans()
-    with _relaying_signals(process.pid) as relay:
+    relay = SignalRelay(process.pid)
+    with handled_by(relay.on_signal):
         # While the command begins: this imports torch.
         store = serve(host, number, listening)
         exit_code = process.wait()
@@ -73,6 +67,11 @@ def run(config: Config, paths: Paths, words: list[str], workers: int | None, por
         store.put("verdict", verdict)
         wait_for_goodbyes(store, nodes - 1, started_at, relay)
     return verdict
+
+
+def _who_joins(nodes: int, where: str) -> str:
+    others = f"{nodes - 1} workers" if nodes > 2 else "1 worker" if nodes == 2 else "no worker: dist.nodes is 1, unless you say --workers"
+    return f"{others}; a worker is started with: python -m pipeline join {where}" if where else others
 
 
 class SignalRelay:
@@ -97,19 +96,6 @@ class SignalRelay:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._command, signal.SIGINT if first else number)
-
-
-@contextmanager
-def _relaying_signals(command: int) -> Generator[SignalRelay]:
-    relay = SignalRelay(command)
-    # Under nohup the end of a terminal is no reason to stop.
-    numbers = [one for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
-    before = {number: signal.signal(number, relay.on_signal) for number in numbers}
-    try:
-        yield relay
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def verdict_of(exit_code: int, store: ClusterStore) -> int:

@@ -29,7 +29,7 @@ class Ranks:
     control: "dist.ProcessGroup"
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
 
-    def only_first(self, thing: Callable[[], T], otherwise: T) -> T:
+    def on_rank_zero(self, thing: Callable[[], T], otherwise: T) -> T:
         """Return `thing()` on rank 0 and `otherwise` on every other rank."""
         return thing() if self.rank == 0 else otherwise
 
@@ -51,7 +51,7 @@ class Ranks:
         dist.all_reduce(total)
         return total
 
-    def start_any(self, flag: bool) -> Callable[[], bool]:
+    def start_logical_or(self, flag: bool) -> Callable[[], bool]:
         """Start an asynchronous logical OR over all ranks; the returned function waits for it and returns the answer."""
         answer = torch.tensor([flag], dtype=torch.uint8)
         work = dist.all_reduce(answer, dist.ReduceOp.MAX, group=self.control, async_op=True)
@@ -63,7 +63,7 @@ class Ranks:
 
         return wait
 
-    def from_first(self, content: bytes) -> bytes:
+    def broadcast_bytes(self, content: bytes) -> bytes:
         """Broadcast rank 0's bytes; returns them on every rank."""
         size = torch.tensor([len(content)])
         self.heartbeat.waiting()
@@ -88,7 +88,7 @@ class Rendezvous:
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
 
 
-def seat(world_size: int, timeout_seconds: float) -> Rendezvous:
+def rendezvous(world_size: int, timeout_seconds: float) -> Rendezvous:
     """Read torchrun's rank and renumber, so that rank 0 runs on the leader's machine: only that one has the run's files.
 
     The store is new in every attempt. torchrun would share one between restarts (torch 2.14): a rank of the second attempt would
@@ -105,24 +105,24 @@ def seat(world_size: int, timeout_seconds: float) -> Rendezvous:
     if os.environ.get("LOCKSTEP_LEADS", str(int(os.environ["GROUP_RANK"] == "0"))) == "1" and os.environ["LOCAL_RANK"] == "0":
         store.set("first", str(rank))
     rank = (rank - int(store.get("first"))) % size
-    heartbeat.seated(rank)
+    heartbeat.set_rank(rank)
     return Rendezvous(store, rank, size, heartbeat)
 
 
-def join(device_type: str, backend: str, seat: Rendezvous, timeout_seconds: float) -> Ranks:
+def init_group(device_type: str, backend: str, meeting: Rendezvous, timeout_seconds: float) -> Ranks:
     """Initialize the process group."""
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_seconds)
-    dist.init_process_group(backend, store=seat.store, rank=seat.rank, world_size=seat.size, timeout=timeout)
+    dist.init_process_group(backend, store=meeting.store, rank=meeting.rank, world_size=meeting.size, timeout=timeout)
     control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
-    return Ranks(seat.rank, seat.size, device, control, seat.heartbeat)
+    return Ranks(meeting.rank, meeting.size, device, control, meeting.heartbeat)
 
 
-def leave(ranks: Ranks) -> None:
+def shutdown_group(ranks: Ranks) -> None:
     """Barrier, then destroy the group: ranks exit together, so that a failure before can still restart the whole group."""
     ranks.heartbeat.leaving()
     dist.barrier(ranks.control)

@@ -8,19 +8,19 @@ from collections.abc import Callable
 from threading import Event
 from typing import Any, Literal
 
-from pipeline.config import Config, MachineError, PeerError
+from pipeline.config import Config, ConfigError, MachineError, PeerError
 from pipeline.console import Progress
 from pipeline.files import Paths
 from pipeline.hardware import machine
 from pipeline.job import Job
 from pipeline.launch import outcome, supervisor
 from pipeline.launch.failures import FINAL_EXITS, Failure
-from pipeline.launch.node import STORE, Membership, SingleNode
-from pipeline.launch.process_tree import dvc_above
+from pipeline.launch.node import NODES, STORE, Membership, Node
 from pipeline.launch.restarts import RestartPolicy
-from pipeline.launch.signals import deferred
+from pipeline.process_tree import dvc_above
 from pipeline.runs import checkpoints, status
 from pipeline.runs.status import StopRequested
+from pipeline.stop_signals import deferred
 from pipeline.timeouts import RETURN_SECONDS
 from pipeline.tracking import journal as journals
 from pipeline.tracking.journal import Journal
@@ -54,7 +54,7 @@ class RankStage:
     def _membership(self, say: Callable[[str], None]) -> Membership:
         """Return the machines of the job, ready to begin."""
         if STORE not in os.environ:
-            return SingleNode(self._job)
+            return Membership(Node.alone(self._job))
         from pipeline.cluster.leader import lead_job
 
         return lead_job(self._stage, self._job, say)
@@ -86,8 +86,8 @@ class RankStage:
         started_at = time.monotonic()
         try:
             with progress:
-                watch = supervisor.run(module, job, members.node, self._lock, _Observer(job, members, progress))
-            end = outcome.judge(watch, job, checkpoints.newest(run), self.command)
+                result = supervisor.run(module, job, members.node, self._lock, _Observer(job, members, progress))
+            end = outcome.judge(result, job, checkpoints.newest(run), self.command)
         except OSError as error:
             end = outcome.broken(error, step, checkpoints.newest(run), self.command)
         with deferred() as signalled:
@@ -142,16 +142,16 @@ class _Observer:
         """Print a line for the user."""
         self._progress.say(text)
 
-    def heard(self) -> list[Failure]:
+    def poll(self) -> list[Failure]:
         """Show progress; returns the failures that other machines have reported."""
         self._progress.tick()
         return self._members.failures_since_last_call()
 
-    def asked_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Return True if a worker was told to stop."""
         return self._members.leaving
 
-    def over(self, idle_seconds: float) -> bool:
+    def is_done(self, idle_seconds: float) -> bool:
         """Return True if rank 0 has journalled the end and the agent only waits for other agents."""
         if idle_seconds < IDLE_SECONDS:
             self._waiting = False
@@ -173,3 +173,16 @@ def run_header(config: Config, name: str) -> dict[str, Any]:
         "params": {"seed": config.seed} | params,
         "tags": {"mlflow.source.name": "pipeline", "mlflow.user": machine.user()},
     }
+
+
+def resolve_num_nodes(config: Config) -> Config:
+    """The configuration over as many machines as a leader gives, or as `dist.nodes` asks for."""
+    led = os.environ.get(STORE)
+    nodes = int(os.environ[NODES]) if led else config.dist.nodes
+    size = config.dist.world_size
+    if nodes > 1 and not led:
+        how = "start this with: python -m pipeline lead dvc repro, and on the others: python -m pipeline join HOST"
+        raise ConfigError(f"dist.nodes: {nodes} machines need a leader; {how}; or set nodes: 1")
+    if size % nodes:
+        raise ConfigError(f"dist.world_size: {size} ranks cannot be spread evenly over {nodes} machines; set it to a multiple of {nodes}")
+    return config.model_copy(update={"dist": config.dist.model_copy(update={"nodes": nodes})})

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -17,14 +16,13 @@ from pipeline.files import Paths, atomic_folder, atomic_write
 from pipeline.hardware import machine
 from pipeline.hardware.placement import Placement, resolve
 from pipeline.job import Job
-from pipeline.launch.node import resolve_num_nodes
-from pipeline.launch.signals import deferred
 from pipeline.report import plots
 from pipeline.runs import checkpoints
 from pipeline.runs.identity import fingerprint, run_identity, versions, write_identity
 from pipeline.runs.lock import run_lock
 from pipeline.runs.resume import import_run
-from pipeline.stage import RankStage, run_header
+from pipeline.stage import RankStage, resolve_num_nodes, run_header
+from pipeline.stop_signals import deferred
 from pipeline.timeouts import lock_seconds
 from pipeline.tracking import journal as journals
 from pipeline.tracking import receipt as receipts
@@ -105,25 +103,8 @@ def carry_out(job: Job, paths: Paths, lock: int, progress: Progress, facts: dict
 
     name = f"{job.config.model.name} on {job.config.data.name} {facts['fingerprint'][:6]}"
     return RankStage("train", job, paths, lock).run(
-        "pipeline.training.train_rank", run_header(job.config, name), tags(facts), progress, finish
+        "pipeline.training.train_rank", run_header(job.config, name), receipts.tags(facts), progress, finish
     )
-
-
-def tags(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the tags that runs are searched by in MLflow."""
-    return {
-        "lockstep.fingerprint": facts["fingerprint"],
-        "lockstep.data_digest": facts["data_digest"],
-        "lockstep.world_size": facts["placement"]["world_size"],
-        "lockstep.backend": facts["placement"]["backend"],
-        "lockstep.device": facts["device"],
-        "lockstep.precision": facts["precision"],
-        "lockstep.seed": facts["parameters"]["seed"],
-        "lockstep.image": facts["image"],
-        "mlflow.source.git.commit": facts["git"]["commit"],
-        "lockstep.dirty": facts["git"]["dirty"],
-        "dvc.experiment": os.environ.get("DVC_EXP_NAME"),
-    }
 
 
 def facts_of(config: Config, placement: Placement, manifest: store.Manifest, name: str, git: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tests.kit.source import MODULES, NAMES, PACKAGE, closure, imports, module_n
 ALL = [*MODULES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "bench").glob("*.py"))]
 # From the bottom up; rooms of one floor ignore each other.
 FLOORS = [
-    {"config", "files", "output", "timeouts"},
+    {"config", "files", "output", "process_tree", "stop_signals", "timeouts"},
     {"job", "heartbeat"},
     {"ranks", "hardware"},
     {"data", "models", "parallel", "tracking"},
@@ -52,6 +52,10 @@ def test_a_file_is_small_and_so_are_its_functions(path: Path) -> None:
             if path in MODULES:
                 arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
                 assert len([one for one in arguments if one.arg != "self"]) <= 6, node.name
+
+
+def test_the_room_that_starts_ranks_stays_small() -> None:
+    assert sum(len(path.read_text().splitlines()) for path in (PACKAGE / "launch").glob("*.py")) <= 900
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)

@@ -15,8 +15,7 @@ from pipeline.cluster.store import connect
 from pipeline.config import PeerError
 from pipeline.hardware.network import endpoint, interface, own_address, split
 from pipeline.job import Job
-from pipeline.launch.failures import Failure
-from pipeline.launch.node import STORE, Membership, Node, SingleNode
+from pipeline.launch.node import STORE, Membership, Node
 from pipeline.runs.status import STOPPED, StopRequested
 
 
@@ -60,18 +59,12 @@ def _own_address(replies: list[Reply]) -> str:
     return (outward or ours or [own_address("8.8.8.8", 53)])[0]
 
 
-class LedSingleNode:
+class LedSingleNode(Membership):
     """The membership of a job on one machine below `lead`, which learns the ranks' exit code: DVC makes 255 of all of them."""
 
-    leaving = False
-
     def __init__(self, job: Job, host: str, port: int):
-        self.node = SingleNode(job).node
+        super().__init__(Node.alone(job))
         self._host, self._port, self._job_ended = host, port, False
-
-    def failures_since_last_call(self) -> list[Failure]:
-        """Return nothing: there is no other machine."""
-        return []
 
     def end_job(self, exit_code: int) -> None:
         """Tell `lead`; only the first call counts."""

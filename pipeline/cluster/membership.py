@@ -10,7 +10,7 @@ from pipeline.cluster.messages import Clock, JobOffer, Reply
 from pipeline.cluster.store import ClusterStore
 from pipeline.config import MachineError, PeerError
 from pipeline.launch.failures import Failure
-from pipeline.launch.node import Node
+from pipeline.launch.node import Membership, Node
 
 # How long a leader waits for the workers of a job.
 COME_SECONDS = 600
@@ -51,11 +51,12 @@ class WorkerState:
         return self.ahead_seconds > CLOCK_SECONDS or (self.ahead_seconds < -CLOCK_SECONDS and self.num_heartbeats >= CLOCK_HEARTBEATS)
 
 
-class MultiNode:
+class MultiNode(Membership):
     """The membership of a job on several machines: admits exactly as many workers as it needs, the others are spares."""
 
     def __init__(self, node: Node, offer: JobOffer, store: ClusterStore, say: Callable[[str], None], clock: Clock = time):
-        self.node, self.leaving, self.replies = node, False, list[Reply]()
+        super().__init__(node)
+        self.leaving, self.replies = False, list[Reply]()
         self._wanted, self._id = node.nodes - 1, offer.id
         self._store, self._say, self._clock = store, say, clock
         self._num_failures, self._num_leaving, self._began, self._job_ended = 0, 0, False, False

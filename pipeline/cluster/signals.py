@@ -7,15 +7,13 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 
+from pipeline.stop_signals import handled_by
 from pipeline.timeouts import STORM_SECONDS
 
 
 @contextmanager
 def on_stop_request(handle: Callable[[], None]) -> Generator[None]:
     """Call `handle` on SIGTERM, SIGINT or SIGHUP, and on a person's second one; what an engine repeats is ignored, also afterwards."""
-    # Under nohup the end of a terminal is no reason to stop.
-    numbers = [one for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
-    before = {number: signal.getsignal(number) for number in numbers}
     requested_at = math.inf
 
     def on_signal(_: int, __: FrameType | None) -> None:
@@ -25,10 +23,9 @@ def on_stop_request(handle: Callable[[], None]) -> Generator[None]:
             requested_at = min(requested_at, now)
             handle()
 
-    for number in numbers:
-        signal.signal(number, on_signal)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if requested_at == math.inf else signal.SIG_IGN)
+    with handled_by(on_signal) as before:
+        try:
+            yield
+        finally:
+            if requested_at != math.inf:
+                before.update(dict.fromkeys(before, signal.SIG_IGN))

@@ -183,16 +183,16 @@ class _Reporter:
         """Log it here."""
         log.info("%s", text)
 
-    def heard(self) -> list[Failure]:
+    def poll(self) -> list[Failure]:
         """Send a heartbeat; returns nothing, as the leader reports no failures to workers."""
         self._worker.send_heartbeat(self._offer)
         return []
 
-    def asked_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Return False: the leader stops its own ranks, and they agree with the ranks here."""
         return False
 
-    def over(self, idle_seconds: float) -> bool:
+    def is_done(self, idle_seconds: float) -> bool:
         """Return whether torchrun is to be ended here."""
         self.was_over = self._worker.is_over(self._offer)
         return self.was_over

@@ -26,12 +26,12 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_args
 
+from pipeline.stop_signals import STOP_SIGNALS
 from pipeline.timeouts import EXIT_BARRIER_SECONDS
 
 EVENTS = "LOCKSTEP_EVENTS"
 # The process that ranks end with.
 AGENT = "LOCKSTEP_AGENT"
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class AttemptLogs(DefaultLogsSpecs):

@@ -106,14 +106,14 @@ def exit_reasons(folder: Path | None, ranks: int) -> list[Failure]:
         return []
     attempt = int(folder.name.partition("_")[2])
     found = [snapshot for local in range(ranks) if (snapshot := heartbeat.read(folder / str(local)))]
-    return [Failure(one.rank, one.exit_code, one.words, attempt, one.step) for one in found if one.exit_code]
+    return [Failure(one.rank, one.exit_code, one.exit_reason, attempt, one.step) for one in found if one.exit_code]
 
 
 def cause_of(folder: Path) -> str:
     """Return a rank's own error, or the last line it wrote to stderr."""
     snapshot = heartbeat.read(folder)
-    if snapshot and snapshot.words:
-        return snapshot.words
+    if snapshot and snapshot.exit_reason:
+        return snapshot.exit_reason
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         message: Any = json.loads((folder / "error.json").read_text())["message"]
         return str(message if isinstance(message, str) else message["message"]).strip()

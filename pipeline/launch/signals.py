@@ -4,18 +4,15 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
-from threading import Event
 from types import FrameType
 
 from pipeline.launch.node import STORE
-from pipeline.launch.process_tree import dvc_above, is_dvc, kill
+from pipeline.process_tree import dvc_above, is_dvc, kill
 from pipeline.timeouts import STORM_SECONDS
 
 
 class StopRequest:
-    """Handles SIGTERM, SIGINT and SIGHUP for as long as a child runs.
+    """Asks a child to stop on SIGTERM, SIGINT and SIGHUP.
 
     The first signal asks the child to stop. What follows within STORM_SECONDS belongs to the same request: an engine signals every
     process of a job, and `lead` and the agent pass the signal on. A later signal kills the child and all below it.
@@ -32,20 +29,8 @@ class StopRequest:
         self.signal: int | None = None
         self.at_once = False
 
-    def __enter__(self) -> "StopRequest":
-        self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-        if self._before[signal.SIGHUP] == signal.SIG_IGN:
-            # Under nohup the end of a terminal is no reason to stop.
-            del self._before[signal.SIGHUP]
-        for number in self._before:
-            signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
+    def on_signal(self, number: int, _: FrameType | None) -> None:
+        """Stop, or end at once if a person asks a second time."""
         now = time.monotonic()
         from_lead = self._awaits_lead and number == signal.SIGINT
         self._awaits_lead = self._awaits_lead and not from_lead
@@ -68,16 +53,3 @@ class StopRequest:
         """Stop if the DVC above is gone: nobody would hear of the end."""
         if self._dvc is not None and not is_dvc(self._dvc):
             self.request()
-
-
-@contextmanager
-def deferred() -> Generator[Event]:
-    """Set an event on a signal to stop, and obey it no further: the ranks have ended, and what is left takes seconds."""
-    signalled = Event()
-    numbers = [one for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda *_: signalled.set()) for number in numbers}
-    try:
-        yield signalled
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

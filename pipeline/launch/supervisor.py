@@ -15,9 +15,10 @@ from pipeline.job import Job
 from pipeline.launch.agent_command import command, environment
 from pipeline.launch.failures import FINAL_EXITS, Failure, LaunchResult, exit_reasons, failure_of
 from pipeline.launch.node import Node
-from pipeline.launch.process_tree import adopt_orphans, below, dies_with_parent, kill, wait_for_orphans
 from pipeline.launch.signals import StopRequest
 from pipeline.launch.watchdog import Watchdog
+from pipeline.process_tree import adopt_orphans, below, dies_with_parent, kill, wait_for_orphans
+from pipeline.stop_signals import handled_by
 
 POLL_SECONDS = 0.1
 # How long to wait for a report from the machine that all others wait for.
@@ -35,15 +36,15 @@ class Observer(Protocol):
         """Print a line for the user."""
         ...
 
-    def heard(self) -> list[Failure]:
+    def poll(self) -> list[Failure]:
         """Called every tenth of a second; returns the failures that other machines have reported since."""
         ...
 
-    def asked_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Return True if another machine of the job was told to stop."""
         ...
 
-    def over(self, idle_seconds: float) -> bool:
+    def is_done(self, idle_seconds: float) -> bool:
         """Return True if the agent should be ended: it has had no rank for `idle_seconds` and waits in vain."""
         ...
 
@@ -55,7 +56,8 @@ def run(module: str, job: Job, node: Node, lock: int | None, observer: Observer)
     atomic_write(logs / "job.json", job.model_dump_json().encode())
     adopt_orphans()
     process, pipe = _start(command(module, node, job.config.dist.grace_seconds, logs), environment(node), lock, logs)
-    with StopRequest(process.pid) as stop:
+    stop = StopRequest(process.pid)
+    with handled_by(stop.on_signal):
         watchdog = Watchdog(logs, node.ranks, node.nodes > 1, job.config.dist.timeout_seconds, observer.say)
         supervisor = Supervisor((process, pipe), node, watchdog, stop, observer)
         try:
@@ -63,7 +65,7 @@ def run(module: str, job: Job, node: Node, lock: int | None, observer: Observer)
             wait_for_orphans(process.pid, 0 if over else job.config.dist.grace_seconds, lambda: stop.at_once)
         finally:
             kill(process.pid)
-    observer.heard()
+    observer.poll()
     result = supervisor.result
     result.stopped_by, result.stopped_at_once = stop.signal, stop.at_once
     result.exit_code = 0 if over else process.wait()
@@ -107,21 +109,21 @@ class Supervisor:
 
     def follow(self) -> bool:
         """Return when the agent has ended: True if it was left with nothing to do, False if it ended by itself."""
-        busy_at = looked_at = time.monotonic()
+        busy_at = checked_at = time.monotonic()
         while self._process.poll() is None:
             self._handle_events(POLL_SECONDS)
-            for failure in self._observer.heard():
+            for failure in self._observer.poll():
                 self._failed(failure)
-            self._look()
+            self._check_watchdog()
             self._stop.if_orphaned()
-            if self._observer.asked_to_stop():
+            if self._observer.stop_requested():
                 self._stop.request()
             now = time.monotonic()
-            if self._node.nodes > 1 and now - looked_at > 0.5:
-                looked_at = now
+            if self._node.nodes > 1 and now - checked_at > 0.5:
+                checked_at = now
                 if any(one.pid != self._process.pid for one in below(self._process.pid)):
                     busy_at = now
-                if self._observer.over(now - busy_at):
+                if self._observer.is_done(now - busy_at):
                     return True
         while self._handle_events(0):
             pass
@@ -154,9 +156,9 @@ class Supervisor:
         elif kind == "stopping":
             self.result.agent_was_stopped = True
 
-    def _look(self) -> None:
+    def _check_watchdog(self) -> None:
         """Take the watchdog's word for a rank that hangs."""
-        failure = self._watchdog.look()
+        failure = self._watchdog.check()
         if failure is not None and self._stop.signal is None:
             self._failed(failure)
         if time.monotonic() > self._report_due:

@@ -1,4 +1,4 @@
-"""The watchdog: sees from the pulses of this machine's ranks who stands still, whom the others wait for, and who is gone."""
+"""The watchdog: finds from the heartbeats of this machine's ranks which rank hangs, which one the others wait for, and which are gone."""
 
 import contextlib
 import os
@@ -15,12 +15,12 @@ from pipeline.heartbeat import AT_WORK, COMPUTING, FINISHING, LEAVING, Snapshot
 from pipeline.launch.failures import HUNG, Failure
 from pipeline.timeouts import START_SECONDS
 
-LOOK_SECONDS = 0.5
-# How long ranks may outlive one of them, and how long they have to write down their stacks.
+CHECK_SECONDS = 0.5
+# How long ranks have to write their stacks before they are killed.
 DUMP_SECONDS = 0.3
-# How long ranks may take to begin and to write the model, at least, and how near to a loss want of memory explains it.
+# An OOM kill so near to the loss of a rank explains it.
 NEAR_SECONDS = 3
-# A rank for which the others wait in so large a share of so much time is slow.
+# A rank for which the others wait during so large a share of so much time is slow.
 SLOW_SHARE, SLOW_SECONDS = 0.6, 30
 
 
@@ -29,67 +29,69 @@ class Watchdog:
 
     def __init__(self, logs: Path, ranks: int, others: bool, limit_seconds: float, say: Callable[[str], None]):
         self._logs, self._ranks, self._others, self._limit, self._say = logs, ranks, others, limit_seconds, say
-        self._looked_at = self._changed_at = self._whole_at = self._window_at = time.monotonic()
+        self._checked_at = self._changed_at = self._complete_at = self._window_at = time.monotonic()
         self._folder: Path | None = None
         self._seen: dict[int, Snapshot] = {}
-        self._warned_of_idle, self._warned_of_slow, self._hung_in = False, False, -1
+        self._warned_of_idle, self._warned_of_slow, self._hung_attempt = False, False, -1
         self._alive: dict[int, Snapshot] = {}
-        self._behind: dict[int, float] = {}
-        self._starved, self._starved_at = oom_kills(), -60.0
+        self._waited_for: dict[int, float] = {}
+        self._oom_kills, self._oom_killed_at = oom_kills(), -60.0
 
     def started(self, folder: Path) -> None:
         """Watch the ranks of a new attempt, whose heartbeats are in this folder."""
         self._folder = folder
 
-    def look(self) -> Failure | None:
+    def check(self) -> Failure | None:
         """Return a failure if no rank has advanced for the timeout, with the rank that holds the others up; all stacks are then written."""
         now = time.monotonic()
-        since = now - self._looked_at
-        if since < LOOK_SECONDS:
+        since = now - self._checked_at
+        if since < CHECK_SECONDS:
             return None
-        self._looked_at = now
-        if since > 5 * LOOK_SECONDS:
+        self._checked_at = now
+        if since > 5 * CHECK_SECONDS:
             # This process was suspended too, as by `docker pause`: that time does not count.
-            self._changed_at, self._whole_at, self._window_at = self._changed_at + since, self._whole_at + since, self._window_at + since
-        self._look_at_memory(now)
+            self._changed_at += since
+            self._complete_at += since
+            self._window_at += since
+        self._count_oom_kills(now)
         folder, attempt = self._folder, int(self._folder.name.partition("_")[2]) if self._folder else 0
-        signs = {local: sign for local in range(self._ranks) if folder and (sign := heartbeat.read(folder / str(local)))}
-        alive = {local: sign for local, sign in signs.items() if self._lives(sign.pid)}
-        if signs != self._seen or (signs and not alive):
-            self._seen, self._changed_at = signs, now
-        self._whole_at = now if len(alive) == len(signs) else self._whole_at
+        snapshots = {local: snapshot for local in range(self._ranks) if folder and (snapshot := heartbeat.read(folder / str(local)))}
+        alive = {local: snapshot for local, snapshot in snapshots.items() if self._is_alive(snapshot.pid)}
+        if snapshots != self._seen or (snapshots and not alive):
+            self._seen, self._changed_at = snapshots, now
+        self._complete_at = now if len(alive) == len(snapshots) else self._complete_at
         self._alive = alive
-        self._look_for_slow(alive, since, now)
+        self._warn_of_slow(alive, since, now)
         # Importing torch and writing the model may take longer than a step.
-        stepping = len(alive) == self._ranks and all(sign.phase not in (FINISHING, LEAVING) for sign in alive.values())
+        stepping = len(alive) == self._ranks and all(snapshot.phase not in (FINISHING, LEAVING) for snapshot in alive.values())
         limit = self._limit if stepping else max(self._limit, START_SECONDS)
         idle = now - self._changed_at
         if alive and idle > limit / 4 and not self._warned_of_idle:
             self._warned_of_idle = True
-            _, why, _ = self._late(alive)
+            _, why, _ = self._straggler(alive)
             self._say(f"{why}; this has been so for {idle:.0f} s, and may be for {limit:.0f} s (dist.timeout_seconds)")
-        if idle <= limit or attempt == self._hung_in or (self._others and not alive):
+        if idle <= limit or attempt == self._hung_attempt or (self._others and not alive):
             return None
-        self._hung_in = attempt
+        self._hung_attempt = attempt
         return self._hung(alive, attempt, limit)
 
     def kill_ranks(self) -> None:
         """Kill the ranks; the agent starts them again."""
-        for sign in self._alive.values():
+        for snapshot in self._alive.values():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(sign.pid, signal.SIGKILL)
+                os.kill(snapshot.pid, signal.SIGKILL)
 
     def oom_killed(self) -> bool:
         """Return True if the kernel killed a process for lack of memory when a rank was lost."""
-        self._look_at_memory(time.monotonic())
-        return abs(self._starved_at - self._whole_at) < NEAR_SECONDS
+        self._count_oom_kills(time.monotonic())
+        return abs(self._oom_killed_at - self._complete_at) < NEAR_SECONDS
 
-    def _look_at_memory(self, now: float) -> None:
-        before, self._starved = self._starved, oom_kills()
-        if self._starved > before:
-            self._starved_at = now
+    def _count_oom_kills(self, now: float) -> None:
+        before, self._oom_kills = self._oom_kills, oom_kills()
+        if self._oom_kills > before:
+            self._oom_killed_at = now
 
-    def _lives(self, pid: int) -> bool:
+    def _is_alive(self, pid: int) -> bool:
         """Return True if this process is still the rank: its pid may have been reused."""
         try:
             process = psutil.Process(pid)
@@ -97,11 +99,11 @@ class Watchdog:
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             return False
 
-    def _late(self, alive: dict[int, Snapshot]) -> tuple[int | None, str, bool]:
+    def _straggler(self, alive: dict[int, Snapshot]) -> tuple[int | None, str, bool]:
         """Return rank (or None), a description, and True if it only waits for another machine: the rank that holds the others up."""
-        for sign in alive.values():
-            if _status(sign.pid) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                return sign.rank, f"rank {sign.rank} is stopped (SIGSTOP) in step {sign.step}", False
+        for snapshot in alive.values():
+            if _status(snapshot.pid) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                return snapshot.rank, f"rank {snapshot.rank} is stopped (SIGSTOP) in step {snapshot.step}", False
         if len(alive) < self._ranks:
             return None, f"{self._ranks - len(alive)} of {self._ranks} ranks here have not begun", False
         last = min(alive.values(), key=lambda one: (one.step, one.phase not in AT_WORK, one.rank))
@@ -113,38 +115,37 @@ class Watchdog:
         return last.rank, f"rank {last.rank} stands still in step {last.step}", False
 
     def _hung(self, alive: dict[int, Snapshot], attempt: int, limit: float) -> Failure:
-        who, why, waits = self._late(alive)
-        states = {sign.pid: _status(sign.pid) for sign in alive.values()}
-        for sign in alive.values():
+        who, why, waits = self._straggler(alive)
+        states = {snapshot.pid: _status(snapshot.pid) for snapshot in alive.values()}
+        for snapshot in alive.values():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(sign.pid, signal.SIGUSR1)
+                os.kill(snapshot.pid, signal.SIGUSR1)
                 # A stopped process handles SIGUSR1 once it is continued; it is killed right after.
-                os.kill(sign.pid, signal.SIGCONT)
+                os.kill(snapshot.pid, signal.SIGCONT)
         time.sleep(DUMP_SECONDS)
-        for local, sign in alive.items():
+        for local, snapshot in alive.items():
             assert self._folder is not None
             with contextlib.suppress(OSError), (self._folder / str(local) / "stacks.log").open("a") as file:
-                file.write(f"rank {sign.rank}, process {sign.pid}: {states[sign.pid]}, step {sign.step}, beat {sign.beats}\n")
-        step = min((sign.step for sign in alive.values()), default=-1)
+                file.write(f"rank {snapshot.rank}, process {snapshot.pid}: {states[snapshot.pid]}, step {snapshot.step}\n")
+        step = min((snapshot.step for snapshot in alive.values()), default=-1)
         where = f"stacks of all ranks: {self._logs}/**/stacks.log"
         cause = f"{why}; that was so for {limit:.0f} s (dist.timeout_seconds; raise it if that can be right); {where}"
         return Failure(who, HUNG, cause, attempt, step, waiting=waits)
 
-    def _look_for_slow(self, alive: dict[int, Snapshot], since: float, now: float) -> None:
+    def _warn_of_slow(self, alive: dict[int, Snapshot], since: float, now: float) -> None:
         """Warn once of a rank for which the others wait most of the time."""
-        working = [sign for sign in alive.values() if sign.phase == COMPUTING]
+        working = [snapshot for snapshot in alive.values() if snapshot.phase == COMPUTING]
         if len(working) == 1 < len(alive):
-            self._behind[working[0].rank] = self._behind.get(working[0].rank, 0.0) + since
+            self._waited_for[working[0].rank] = self._waited_for.get(working[0].rank, 0.0) + since
         if now - self._window_at < SLOW_SECONDS:
             return
-        for rank, seconds in self._behind.items():
+        for rank, seconds in self._waited_for.items():
             if seconds > SLOW_SHARE * (now - self._window_at) and not self._warned_of_slow:
                 self._warned_of_slow = True
+                share = 100 * seconds / (now - self._window_at)
                 cure = "look at its device, or give it fewer lanes (dist.lanes_per_rank)"
-                self._say(
-                    f"rank {rank} is slow: the others wait for it {100 * seconds / (now - self._window_at):.0f} % of the time; {cure}"
-                )
-        self._behind, self._window_at = {}, now
+                self._say(f"rank {rank} is slow: the others wait for it {share:.0f} % of the time; {cure}")
+        self._waited_for, self._window_at = {}, now
 
 
 def _status(pid: int) -> str:

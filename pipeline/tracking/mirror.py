@@ -18,6 +18,7 @@ from typing import Any
 
 from pipeline.config import MachineError
 from pipeline.files import locked
+from pipeline.stop_signals import STOP_SIGNALS
 from pipeline.tracking import artifacts
 from pipeline.tracking.database import opening
 from pipeline.tracking.journal import Tail, last, read
@@ -210,7 +211,7 @@ def main() -> int:
     """Run beside a training, in the time that it leaves over."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     # Whoever stops the training wants its end to be in MLflow.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     os.nice(19)
     closed = threading.Event()

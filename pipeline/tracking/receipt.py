@@ -102,3 +102,20 @@ def best_epoch(ends: list[dict[str, Any]]) -> dict[str, Any]:
 def elapsed_seconds(journal: Path) -> float:
     """Return how long all attempts took together."""
     return round(sum(line["elapsed_seconds"] for line in read(journal) if line["kind"] == "attempt-ended"), 3)
+
+
+def tags(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the tags that runs are searched by in MLflow."""
+    return {
+        "lockstep.fingerprint": facts["fingerprint"],
+        "lockstep.data_digest": facts["data_digest"],
+        "lockstep.world_size": facts["placement"]["world_size"],
+        "lockstep.backend": facts["placement"]["backend"],
+        "lockstep.device": facts["device"],
+        "lockstep.precision": facts["precision"],
+        "lockstep.seed": facts["parameters"]["seed"],
+        "lockstep.image": facts["image"],
+        "mlflow.source.git.commit": facts["git"]["commit"],
+        "lockstep.dirty": facts["git"]["dirty"],
+        "dvc.experiment": os.environ.get("DVC_EXP_NAME"),
+    }

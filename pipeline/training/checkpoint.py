@@ -73,7 +73,7 @@ class Checkpoints:
 
     def restore(self, model: nn.Module, optimizer: Optimizer) -> int:
         """Load the newest intact checkpoint and return its step; 0 if there is none yet."""
-        content = self._ranks.from_first(self._ranks.only_first(self._newest, b""))
+        content = self._ranks.broadcast_bytes(self._ranks.on_rank_zero(self._newest, b""))
         if not content:
             return 0
         tensors, facts = from_bytes(content), facts_of(content)
@@ -97,14 +97,14 @@ class Checkpoints:
         due = {"validation_due": "true"} if validation_due else {}
         # A barrier: a rank that raised in a check of its own does not come here, and then nothing of this step is saved.
         self._ranks.heartbeat.waiting()
-        self._ranks.start_any(False)()
+        self._ranks.start_logical_or(False)()
         with self._ranks.heartbeat.beating():
-            self._ranks.only_first(lambda: self._write(step, before, model, optimizer, due), None)
+            self._ranks.on_rank_zero(lambda: self._write(step, before, model, optimizer, due), None)
         return True
 
     def save_best(self, model: nn.Module, step: int, accuracy: float) -> None:
         """Save the model if its validation accuracy is the highest; of equals, the first is kept."""
-        self._ranks.only_first(lambda: self._write_best(model, step, accuracy), None)
+        self._ranks.on_rank_zero(lambda: self._write_best(model, step, accuracy), None)
 
     def _write(self, step: int, before: int, model: nn.Module, optimizer: Optimizer, due: dict[str, str]) -> None:
         tensors = {f"model.{name}": value for name, value in model.state_dict().items()}

@@ -19,12 +19,12 @@ def main(job: Job) -> None:
     with joined(job) as group:
         model = build_model(job, manifest, group.device)
         # Only the leader's machine has the file.
-        model.load_state_dict(load(group.from_first(group.only_first(lambda: weights(job), b""))))
+        model.load_state_dict(load(group.broadcast_bytes(group.on_rank_zero(lambda: weights(job), b""))))
         pixels = Pixels(manifest.mean, manifest.std, group.device)
         evaluation = Evaluation(store.open_split(job.prepared, "test"), pixels, manifest.num_classes, group)
         result = evaluation(model, schedule.autocast_dtype(job.precision))
         assert result is not None
-        group.only_first(lambda: write(job, result), None)
+        group.on_rank_zero(lambda: write(job, result), None)
 
 
 def weights(job: Job) -> bytes:

@@ -46,14 +46,14 @@ class NonFiniteGuard:
         self._first = step
         self._good_steps.zero_()
 
-    def look(self) -> None:
+    def observe(self) -> None:
         """Record whether a gradient is non-finite; call it between backward and the update."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         largest = torch.stack(torch._foreach_norm(gradients, math.inf))  # pyright: ignore
         self._bad.copy_(torch.maximum(self._bad, (~largest.isfinite()).any().float()))
         self._good_steps += self._bad == 0
 
-    def check(self) -> None:
+    def raise_if_diverged(self) -> None:
         """Raise Diverged, on every rank, if a gradient was non-finite; MachineError if kernels may have changed."""
         check_kernels(torch.cuda.memory_stats())
         if self._bad.item():
@@ -61,9 +61,9 @@ class NonFiniteGuard:
             found = f"the gradient of step {step} is not finite, and no weight was updated since"
             raise Diverged(f"training diverged: {found}; {self._explain(step)}; {CURE}")
 
-    def sound(self, step: int) -> nn.Module:
+    def checked_model(self, step: int) -> nn.Module:
         """Return the model, or raise Diverged, on every rank, if a weight or an optimizer state is non-finite."""
-        self.check()
+        self.raise_if_diverged()
         kept = dict(self._model.state_dict().items())
         for index, state in self._optimizer.state_dict()["state"].items():
             kept |= {f"optimizer.{index}.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
@@ -93,7 +93,7 @@ def finite(figures: dict[str, float], step: int) -> dict[str, float]:
     return figures
 
 
-def write_down(path: Path, task: Task, lanes: Lanes, group: Ranks, samples: Callable[[int, int], Tensor], step: int) -> str:
+def write_diagnosis(path: Path, task: Task, lanes: Lanes, group: Ranks, samples: Callable[[int, int], Tensor], step: int) -> str:
     """Write the samples of a step and the loss of each lane; every rank must call it, rank 0 writes. Returns a line about it."""
     with torch.no_grad():
         rows = torch.stack([task.forward(task.model, step, lane)[1][:1] for lane in lanes.own])
@@ -101,5 +101,5 @@ def write_down(path: Path, task: Task, lanes: Lanes, group: Ranks, samples: Call
     bad = [lane for lane, loss in enumerate(losses) if not math.isfinite(loss)]
     found = [{"lane": lane, "loss": repr(loss), "samples": samples(step, lane).tolist()} for lane, loss in enumerate(losses)]
     values = {"step": step, "lanes_without_a_loss": bad, "lanes": found}
-    group.only_first(lambda: atomic_write(path, (json.dumps(values) + "\n").encode()), None)
+    group.on_rank_zero(lambda: atomic_write(path, (json.dumps(values) + "\n").encode()), None)
     return f"the loss of lanes {bad} is non-finite, their samples: {path}" if bad else f"its samples: {path}"

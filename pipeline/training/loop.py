@@ -57,11 +57,11 @@ def run(model: nn.Module, steps: Steps, parts: Parts) -> tuple[int, bool]:
     while going_on and step < steps.total and not parts.stop.agreed():
         parts.schedule.apply(parts.optimizer, step)
         totals = parts.strategy.backward(step)
-        parts.guard.look()
+        parts.guard.observe()
         parts.optimizer.step()
         step += 1
         if step % steps.per_log == 0 or step % steps.per_epoch == 0:
-            parts.guard.check()
+            parts.guard.raise_if_diverged()
             means = finite(totals.over_ranks(), step)
             rate = {"train/learning_rate": parts.schedule.rate(step - 1), "train/samples": float(step * steps.global_batch)}
             parts.journal.metrics(means | rate | speed.since_last(step), step)
@@ -76,7 +76,7 @@ def run(model: nn.Module, steps: Steps, parts: Parts) -> tuple[int, bool]:
 
 def validated(model: nn.Module, step: int, parts: Parts) -> bool:
     """Validate, and keep the model if it is the best; returns False if all ranks were asked to stop meanwhile."""
-    result = parts.validate(parts.guard.sound(step))
+    result = parts.validate(parts.guard.checked_model(step))
     if result is None:
         return False
     parts.journal.metrics(finite({"validation/loss": result.loss, "validation/accuracy": result.accuracy}, step), step)
@@ -87,7 +87,7 @@ def validated(model: nn.Module, step: int, parts: Parts) -> bool:
 def keep(parts: Parts, step: int, validation_due: bool = False) -> None:
     """Save, then journal it: in this order, as a kill between the two must not announce a missing file."""
     parts.journal.sync()
-    if parts.checkpoints.save(step, parts.guard.sound(step), parts.optimizer, validation_due):
+    if parts.checkpoints.save(step, parts.guard.checked_model(step), parts.optimizer, validation_due):
         parts.journal.event(CHECKPOINT, step=step)
 
 

@@ -26,7 +26,7 @@ class Stop:
     def agreed(self) -> bool:
         """Return True if all ranks stop here; the question put by the last call is answered, so nobody waits for it."""
         answer = self._answer() if self._answer else False
-        self._answer = self._ranks.start_any(self._asked)
+        self._answer = self._ranks.start_logical_or(self._asked)
         return answer
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ from pipeline.training import loop, schedule
 from pipeline.training.checkpoint import Checkpoints, weights_sha256
 from pipeline.training.evaluation import Evaluation
 from pipeline.training.export import export
-from pipeline.training.guard import Diverged, NonFiniteGuard, write_down
+from pipeline.training.guard import Diverged, NonFiniteGuard, write_diagnosis
 from pipeline.training.stopping import Stop
 
 PR_SET_PDEATHSIG = 1
@@ -43,16 +43,16 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.E
 
 def main(job: Job) -> None:
     """Train, and write what the launcher publishes."""
-    with joined(job) as group, group.only_first(lambda: locked(job.writing), contextlib.nullcontext()):
-        journal = group.only_first(lambda: Journal(job.journal), Silent())
+    with joined(job) as group, group.on_rank_zero(lambda: locked(job.writing), contextlib.nullcontext()):
+        journal = group.on_rank_zero(lambda: Journal(job.journal), Silent())
         logging.getLogger("pipeline").addHandler(Notes(journal))
         model, step, finished = train(job, group, journal)
         if not finished:
             journal.event("stopped", step=step)
             return
         digest = weights_sha256(model.state_dict())
-        with group.only_first(lambda: group.heartbeat.beating(FINISHING), contextlib.nullcontext()):
-            group.only_first(lambda: export(job, model), None)
+        with group.on_rank_zero(lambda: group.heartbeat.beating(FINISHING), contextlib.nullcontext()):
+            group.on_rank_zero(lambda: export(job, model), None)
         journal.event("finished", step=step, weights_sha256=digest)
 
 
@@ -74,10 +74,10 @@ def joined(job: Job) -> Generator[Ranks]:
     """Make numerics deterministic and enter the process group; leave it at the end."""
     fix_bits(job)
     timeout_seconds = collective_seconds(job.config.dist.timeout_seconds)
-    group = ranks.join(job.device, job.backend, ranks.seat(job.config.dist.world_size, timeout_seconds), timeout_seconds)
+    group = ranks.init_group(job.device, job.backend, ranks.rendezvous(job.config.dist.world_size, timeout_seconds), timeout_seconds)
     yield group
     # Not after an error: the barrier would wait for a peer that waits for this rank in a collective.
-    ranks.leave(group)
+    ranks.shutdown_group(group)
 
 
 def fix_bits(job: Job) -> None:
@@ -129,7 +129,7 @@ def train(job: Job, group: Ranks, journal: Writer) -> tuple[nn.Module, int, bool
     stop = Stop(group, alarm_seconds(config.dist.grace_seconds))
 
     def explain(step: int) -> str:
-        return write_down(job.run / "diverged.json", task, lanes, group, order.lane, step)
+        return write_diagnosis(job.run / "diverged.json", task, lanes, group, order.lane, step)
 
     warmup_steps = config.train.warmup_epochs * steps.per_epoch
     parts = loop.Parts(

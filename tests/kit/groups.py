@@ -19,9 +19,9 @@ def _as_rank(rank: int, size: int, folder: str, device: str, work: list[tuple[Ca
     try:
         torch.set_num_threads(1)
         place = ranks.Rendezvous(torch.distributed.FileStore(f"{folder}/rendezvous", size), rank, size)
-        group = ranks.join(device, "gloo", place, 60)
+        group = ranks.init_group(device, "gloo", place, 60)
         results = [function(group, *arguments) for function, arguments in work]
-        ranks.leave(group)
+        ranks.shutdown_group(group)
         Path(folder, f"{rank}.result").write_bytes(pickle.dumps(results))
     except BaseException:
         Path(folder, f"{rank}.error").write_text(traceback.format_exc())

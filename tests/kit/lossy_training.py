@@ -39,13 +39,13 @@ class OnlyRank:
 
     heartbeat = Heartbeat(None)
 
-    def only_first(self, thing: Callable[[], Any], otherwise: Any) -> Any:
+    def on_rank_zero(self, thing: Callable[[], Any], otherwise: Any) -> Any:
         return thing()
 
-    def from_first(self, content: bytes) -> bytes:
+    def broadcast_bytes(self, content: bytes) -> bytes:
         return content
 
-    def start_any(self, flag: bool) -> Callable[[], bool]:
+    def start_logical_or(self, flag: bool) -> Callable[[], bool]:
         return lambda: flag
 
 

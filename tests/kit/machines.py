@@ -117,7 +117,7 @@ class Machines:
             members.wait_for_workers("leader")
             process.on_term = lambda: None
             observer = SimpleNamespace(
-                heard=members.failures_since_last_call, asked_to_stop=lambda: members.leaving, over=lambda seconds: False
+                poll=members.failures_since_last_call, stop_requested=lambda: members.leaving, is_done=lambda seconds: False
             )
             code = self._run_ranks(process, offer, observer).exit_code
         except StopRequested:
@@ -157,9 +157,9 @@ class Machines:
         before, process.on_term = process.on_term, lambda: stops.append(signal.SIGTERM)
         ranks.agents.add(process)
         try:
-            while not ranks.done and not observer.over(0.0):
-                observer.heard()
-                if stops or observer.asked_to_stop():
+            while not ranks.done and not observer.is_done(0.0):
+                observer.poll()
+                if stops or observer.stop_requested():
                     result.stopped_by, ranks.stop_requested, result.exit_code = signal.SIGTERM, True, STOPPED
                     if not ranks.whole(self.world.now):
                         break
@@ -171,7 +171,7 @@ class Machines:
         finally:
             ranks.agents.discard(process)
             process.on_term = before
-        observer.heard()
+        observer.poll()
         if ranks.done and ranks.stop_requested:
             result.exit_code = STOPPED
         result.stopped_by = signal.SIGTERM if stops else result.stopped_by

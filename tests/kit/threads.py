@@ -40,9 +40,9 @@ def thread_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
 
         def work(rank: int) -> None:
             try:
-                group = ranks.join("cpu", "gloo", ranks.Rendezvous(FileStore(store, size), rank, size), 5)
+                group = ranks.init_group("cpu", "gloo", ranks.Rendezvous(FileStore(store, size), rank, size), 5)
                 results[rank] = function(group, *arguments)
-                ranks.leave(group)
+                ranks.shutdown_group(group)
             except BaseException as error:
                 errors.append(error)
 
@@ -63,6 +63,6 @@ def thread_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ranks.Ranks]:
     """The only rank of a group, in the main thread, which alone has signals."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    group = ranks.join("cpu", "gloo", ranks.Rendezvous(FileStore(str(tmp_path / "alone"), 1), 0, 1), 5)
+    group = ranks.init_group("cpu", "gloo", ranks.Rendezvous(FileStore(str(tmp_path / "alone"), 1), 0, 1), 5)
     yield group
-    ranks.leave(group)
+    ranks.shutdown_group(group)

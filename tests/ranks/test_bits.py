@@ -83,7 +83,7 @@ class StoppingAt:
 def trained(group: Any, job: Job, stop_after: int | None) -> tuple[str, int]:
     """Train on this rank; a SIGTERM reaches the last rank, and only it, when it has done a step."""
     train_rank.fix_bits(job)
-    journal = group.only_first(lambda: Journal(job.journal), Silent())
+    journal = group.on_rank_zero(lambda: Journal(job.journal), Silent())
     if stop_after is not None and group.rank == group.size - 1:
         journal = StoppingAt(journal, stop_after)
     model, step, _ = train_rank.train(job, group, journal)

@@ -27,7 +27,7 @@ def on(size: int) -> Config:
 
 def trained(group: Ranks, job: Job) -> str:
     train_rank.fix_bits(job)
-    model, step, finished = train_rank.train(job, group, group.only_first(lambda: Journal(job.journal), Silent()))
+    model, step, finished = train_rank.train(job, group, group.on_rank_zero(lambda: Journal(job.journal), Silent()))
     assert (step, finished) == (210, True)
     return weights_sha256(model.state_dict())
 

@@ -30,7 +30,7 @@ def diverged(group: Any, job: Job, kind: str) -> str:
     train_rank.fix_bits(job)
     try:
         with pytest.raises(Diverged) as error:
-            train_rank.train(job, group, group.only_first(lambda: Journal(job.journal), Silent()))
+            train_rank.train(job, group, group.on_rank_zero(lambda: Journal(job.journal), Silent()))
     finally:
         patch.undo()
     return str(error.value)

@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def train(group: Ranks, job: Job) -> str:
     train_rank.fix_bits(job)
-    model, _, _ = train_rank.train(job, group, group.only_first(lambda: Journal(job.journal), Silent()))
+    model, _, _ = train_rank.train(job, group, group.on_rank_zero(lambda: Journal(job.journal), Silent()))
     return weights_sha256(model.state_dict())
 
 

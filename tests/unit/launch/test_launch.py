@@ -13,8 +13,8 @@ import pytest
 from pipeline import ranks
 from pipeline.config import Config, ConfigError, MachineError
 from pipeline.hardware import network
-from pipeline.launch.node import resolve_num_nodes
 from pipeline.runs.lock import run_lock
+from pipeline.stage import resolve_num_nodes
 from tests.kit.experiment import Experiment, settings
 
 
@@ -94,4 +94,4 @@ def test_a_group_that_is_not_whole_does_not_begin(monkeypatch: pytest.MonkeyPatc
     }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(MachineError, match=r"1 of 2 ranks together.*clocks"):
-        ranks.seat(2, 5)
+        ranks.rendezvous(2, 5)

@@ -26,7 +26,7 @@ from pathlib import Path
 from pipeline.heartbeat import FINISHING, Heartbeat
 folder, doing, step = Path(sys.argv[1]), *sys.argv[2:]
 heartbeat = Heartbeat(folder)
-heartbeat.seated(int(folder.name))
+heartbeat.set_rank(int(folder.name))
 heartbeat.computing(int(step))
 if doing == "finishing":
     # As where writing hangs, and the thread that beats with it.
@@ -68,7 +68,7 @@ def watching(folder: Path, ranks: int, others: bool, limit_seconds: float, say: 
 
 def verdict(dog: Watchdog, seconds: float = 30) -> Failure:
     """What the watchdog says, sooner or later."""
-    return until(dog.look, seconds=seconds, every_seconds=0.05)
+    return until(dog.check, seconds=seconds, every_seconds=0.05)
 
 
 def test_the_rank_that_all_wait_for_is_named_with_all_stacks(start: Start, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_warning_of_a_rank_that_stands_still_does_not_use_up_that_of_a_slow_on
     start(0, "waiting", 7)
     start(1, "computing", 7)
     dog = watching(tmp_path, 2, False, 8.0, said.append)
-    until(lambda: dog.look() or len(said) == 2, seconds=30, every_seconds=0.05)
+    until(lambda: dog.check() or len(said) == 2, seconds=30, every_seconds=0.05)
     assert "rank 1 stands still in step 7" in said[0]
     assert "rank 1 is slow: the others wait for it" in said[1]
 
@@ -122,7 +122,7 @@ def test_who_writes_a_large_file_is_never_called_hung(start: Start, tmp_path: Pa
     dog = watching(tmp_path, 2, False, 2.5)
     until = time.monotonic() + 7
     while time.monotonic() < until:
-        assert dog.look() is None
+        assert dog.check() is None
         time.sleep(0.05)
 
 

@@ -32,7 +32,7 @@ class FirstOfMany(OnlyRank):
 
     content = b""
 
-    def from_first(self, content: bytes) -> bytes:
+    def broadcast_bytes(self, content: bytes) -> bytes:
         self.content = content
         return content
 
@@ -43,10 +43,10 @@ class OneOfMany(OnlyRank):
     def __init__(self, first: FirstOfMany):
         self._first = first
 
-    def only_first(self, thing: Any, otherwise: Any) -> Any:
+    def on_rank_zero(self, thing: Any, otherwise: Any) -> Any:
         return otherwise
 
-    def from_first(self, content: bytes) -> bytes:
+    def broadcast_bytes(self, content: bytes) -> bytes:
         return self._first.content
 
 

@@ -17,13 +17,13 @@ class SingleNode:
 
     heartbeat = Heartbeat(None)
 
-    def only_first(self, thing, otherwise):
+    def on_rank_zero(self, thing, otherwise):
         return thing()
 
-    def from_first(self, content: bytes) -> bytes:
+    def broadcast_bytes(self, content: bytes) -> bytes:
         return content
 
-    def start_any(self, flag: bool):
+    def start_logical_or(self, flag: bool):
         return lambda: flag
 
 

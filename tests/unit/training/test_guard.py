@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeline.config import MachineError
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.ranks import Ranks
-from pipeline.training.guard import CURE, Diverged, NonFiniteGuard, check_kernels, finite, write_down
+from pipeline.training.guard import CURE, Diverged, NonFiniteGuard, check_kernels, finite, write_diagnosis
 
 
 class Trained:
@@ -33,7 +33,7 @@ class Trained:
             if parameter.requires_grad:
                 parameter.grad = torch.ones_like(parameter)
         self.model[0].weight.grad[1, 0] = value
-        self.guard.look()
+        self.guard.observe()
         self.optimizer.step()
 
     def weights(self) -> list[float]:
@@ -47,13 +47,13 @@ def test_no_weight_is_updated_from_the_first_bad_gradient_on_and_its_step_is_nam
     trained.guard.start(40)
     for _ in range(3):
         trained.step(1.0)
-    trained.guard.check()
+    trained.guard.raise_if_diverged()
     before = trained.weights()
     trained.step(value)
     trained.step(1.0)
     assert trained.weights() == before
     found = "the gradient of step 43 is not finite, and no weight was updated since"
-    for ask in (trained.guard.check, lambda: trained.guard.sound(45)):
+    for ask in (trained.guard.raise_if_diverged, lambda: trained.guard.checked_model(45)):
         with pytest.raises(Diverged, match=f"^training diverged: {found}; explained 43; {CURE}$"):
             ask()
 
@@ -64,14 +64,14 @@ def test_a_guard_that_starts_again_counts_from_there() -> None:
     trained.guard.start(7)
     trained.step(math.nan)
     with pytest.raises(Diverged, match="the gradient of step 7 "):
-        trained.guard.check()
+        trained.guard.raise_if_diverged()
 
 
 def test_a_guard_that_was_not_told_counts_from_0() -> None:
     trained = Trained()
     trained.step(math.nan)
     with pytest.raises(Diverged, match="the gradient of step 0 "):
-        trained.guard.check()
+        trained.guard.raise_if_diverged()
 
 
 def test_finite_gradients_change_weights_and_are_sound() -> None:
@@ -79,7 +79,7 @@ def test_finite_gradients_change_weights_and_are_sound() -> None:
     before = trained.weights()
     trained.step(1.0)
     assert trained.weights() != before
-    assert trained.guard.sound(1) is trained.model
+    assert trained.guard.checked_model(1) is trained.model
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -93,7 +93,7 @@ def test_nothing_that_is_not_finite_is_kept(value: float) -> None:
         trained.step(1.0)
         damage(trained).view(-1)[0] = value
         with pytest.raises(Diverged, match=f"^training diverged: {name} holds NaN or infinity after step 9; {CURE}$"):
-            trained.guard.sound(9)
+            trained.guard.checked_model(9)
 
 
 def test_figures_are_returned_if_they_are_finite() -> None:
@@ -120,7 +120,7 @@ def told(group: Ranks, per_rank: list[int], bad: int | None, path: Path) -> str:
 
     task = Task(nn.Linear(3, 2, bias=False), batch, 1, 0.0, nullcontext)
     samples: Callable[[int, int], Tensor] = lambda step, lane: torch.tensor([step, 10 * lane])  # noqa: E731
-    return write_down(path, task, Lanes(per_rank, group.rank, 2 * sum(per_rank)), group, samples, 4)
+    return write_diagnosis(path, task, Lanes(per_rank, group.rank, 2 * sum(per_rank)), group, samples, 4)
 
 
 @pytest.mark.parametrize("per_rank", [[3], [1, 2]], ids=str)

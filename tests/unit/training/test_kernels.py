@@ -18,10 +18,10 @@ def test_an_allocation_that_failed_unreported_is_an_error() -> None:
 def test_it_is_asked_before_figures_and_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(2, 2)
     guard = NonFiniteGuard(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda step: "")
-    guard.check()
-    assert guard.sound(1) is model
+    guard.raise_if_diverged()
+    assert guard.checked_model(1) is model
     # In the place of a GPU's allocator, which this machine may lack.
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_ooms": 1})
-    for keep in (guard.check, lambda: guard.sound(1)):
+    for keep in (guard.raise_if_diverged, lambda: guard.checked_model(1)):
         with pytest.raises(MachineError, match="another kernel"):
             keep()
