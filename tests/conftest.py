@@ -18,7 +18,7 @@ from tests.kit.checkout import clone_of
 from tests.kit.compose import IMAGE, USER, Project, sh
 from tests.kit.experiment import LONGER, ROOT, Experiment, clean_environment
 from tests.kit.groups import run_ranks
-from tests.kit.skips import NO_GPU, pytest_sessionfinish
+from tests.kit.skips import NO_GPU, NO_SLURM, pytest_sessionfinish
 from tests.kit.threads import alone, thread_ranks
 
 __all__ = ["alone", "pytest_sessionfinish", "run_ranks", "thread_ranks"]
@@ -43,6 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if no_gpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
+        if shutil.which("sbatch") is None and item.get_closest_marker("slurm"):
+            item.add_marker(pytest.mark.skip(reason=NO_SLURM))
         if no_engine and item.get_closest_marker("docker"):
             item.add_marker(pytest.mark.skip(reason="no Docker engine answers here"))
 

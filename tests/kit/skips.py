@@ -4,12 +4,13 @@ import os
 
 import pytest
 
-NO_GPU = "no GPU here"
+NO_GPU, NO_SLURM = "no GPU here", "no Slurm here"
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """What may be skipped even there is what needs a GPU."""
+    """What may be skipped even there is what needs a GPU or Slurm."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    skipped = [report for report in reporter.stats.get("skipped", []) if NO_GPU not in str(report.longrepr)] if reporter else []
+    reports = reporter.stats.get("skipped", []) if reporter else []
+    skipped = [report for report in reports if not any(reason in str(report.longrepr) for reason in (NO_GPU, NO_SLURM))]
     if os.environ.get("LOCKSTEP_NO_SKIPS") and skipped and exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

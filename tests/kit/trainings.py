@@ -13,7 +13,7 @@ from tests.kit.experiment import Experiment
 from tests.kit.waiting import until
 
 
-def wait_for_step(experiment: Experiment, step: int, process: "subprocess.Popen[str]") -> None:
+def wait_for_step(experiment: Experiment, step: int, process: "subprocess.Popen[str] | None" = None) -> None:
     """Return once the journal has a metric of this step or a later one."""
 
     def reached() -> bool:
