@@ -20,12 +20,27 @@ CPU_SWITCHES = (
     "ATEN_CPU_CAPABILITY",
     "DNNL_DEFAULT_FPMATH_MODE",
     "DNNL_MAX_CPU_ISA",
+    # It picks the kernels of libm.
+    "GLIBC_TUNABLES",
     "MKL_CBWR",
     "MKL_ENABLE_INSTRUCTIONS",
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "ONEDNN_MAX_CPU_ISA",
 )
 GPU_SWITCHES = ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "NVIDIA_TF32_OVERRIDE")
+# What changes the order in which NCCL adds, where it adds: under `native`.
+NCCL_SWITCHES = (
+    "NCCL_ALGO",
+    "NCCL_BUFFSIZE",
+    "NCCL_COLLNET_ENABLE",
+    "NCCL_MAX_CTAS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_CTAS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_NTHREADS",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_PROTO",
+)
 # Where things are, and how memory is allocated: no bit depends on it.
 HARMLESS = (
     "PYTHONDONTWRITEBYTECODE",
@@ -45,6 +60,7 @@ FAMILIES = (
     "CUDNN_",
     "DISABLE_ADDMM_CUDA_LT",
     "DNNL_",
+    "GLIBC_",
     "GOMP_",
     "KMP_",
     "MKL_",

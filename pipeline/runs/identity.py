@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.config import Config, MachineError, digest
 from pipeline.files import atomic_write
+from pipeline.hardware.environment import NCCL_SWITCHES, switches
 from pipeline.hardware.machine import cuda_of_torch
 from pipeline.hardware.placement import Placement
 from pipeline.runs.source import source_digests
@@ -24,9 +25,12 @@ def versions(config: Config, device: str, backend: str) -> dict[str, str]:
     """Versions of the packages that compute in this experiment, read without importing them."""
     found = {name: version(name) for name in EVERYWHERE}
     if device == "cuda":
-        adds = [NCCL] if config.dist.reduction == "native" and backend == "nccl" else []
-        found |= {name: _version_for_cuda(name) for name in (*ON_GPUS, *adds)}
+        found |= {name: _version_for_cuda(name) for name in (*ON_GPUS, *([NCCL] if _nccl_adds(config, backend) else []))}
     return found
+
+
+def _nccl_adds(config: Config, backend: str) -> bool:
+    return config.dist.reduction == "native" and backend == "nccl"
 
 
 def _version_for_cuda(name: str) -> str:
@@ -41,11 +45,16 @@ def _version_for_cuda(name: str) -> str:
 
 def run_identity(config: Config, placement: Placement, data_digest: str) -> dict[str, Any]:
     """All that a fingerprint is made of."""
-    return config.identity(placement.device_kind, placement.precision, placement.backend) | {
-        "prepared data": data_digest,
-        "versions": versions(config, placement.device, placement.backend),
-        "source": source_digests(config),
-    }
+    nccl = {"nccl": switches(NCCL_SWITCHES)} if _nccl_adds(config, placement.backend) else {}
+    return (
+        nccl
+        | config.identity(placement.device_kind, placement.precision, placement.backend)
+        | {
+            "prepared data": data_digest,
+            "versions": versions(config, placement.device, placement.backend),
+            "source": source_digests(config),
+        }
+    )
 
 
 def fingerprint(identity: dict[str, Any]) -> str:

@@ -62,6 +62,15 @@ def test_another_version_of_what_computes_is_another_experiment(
     assert [one != other for one, other in zip(before, after, strict=True)] == [on_cpu, on_gpu, native]
 
 
+def test_how_nccl_adds_is_part_of_an_experiment_where_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [name(), name(TWO_GPUS), name(TWO_GPUS, **NATIVE)]
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert before[2] == name(TWO_GPUS, **NATIVE)
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    after = [name(), name(TWO_GPUS), name(TWO_GPUS, **NATIVE)]
+    assert [one != other for one, other in zip(before, after, strict=True)] == [False, False, True]
+
+
 def test_versions_are_those_that_are_installed() -> None:
     import numpy
     import torch
