@@ -1,5 +1,6 @@
 """The process group: rendezvous, initialization, shutdown, and the collectives that are not the gradients'."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipeline.config import MachineError
-from pipeline.heartbeat import Heartbeat
+from pipeline.heartbeat import COMPUTING, Heartbeat
 
 T = TypeVar("T")
 
@@ -28,10 +29,19 @@ class Ranks:
     # A gloo group for flags and bytes, which never waits for a CUDA stream.
     control: "dist.ProcessGroup"
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
+    # It runs on rank 0's machine, whose watchdog sees both.
+    beside_rank_zero: bool = True
 
     def on_rank_zero(self, thing: Callable[[], T], otherwise: T) -> T:
         """Return `thing()` on rank 0 and `otherwise` on every other rank."""
         return thing() if self.rank == 0 else otherwise
+
+    def while_others_wait(self, thing: Callable[[], None], phase: int = COMPUTING) -> None:
+        """Run `thing` on rank 0, however long it takes; every rank waits for it. Ranks of other machines beat meanwhile, as rank 0 does."""
+        beats = self.rank == 0 or not self.beside_rank_zero
+        with self.heartbeat.beating(phase) if beats else contextlib.nullcontext(self.heartbeat.waiting()):
+            self.on_rank_zero(thing, None)
+            self.start_logical_or(False)()
 
     def gather_rows(self, rows: Tensor, rows_per_rank: list[int]) -> Tensor:
         """All-gather rows of unequal number: all ranks' rows, in rank order, on every rank."""
@@ -86,6 +96,7 @@ class Rendezvous:
     rank: int
     size: int
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
+    beside_rank_zero: bool = True
 
 
 def rendezvous(world_size: int, timeout_seconds: float) -> Rendezvous:
@@ -102,11 +113,12 @@ def rendezvous(world_size: int, timeout_seconds: float) -> Rendezvous:
     host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_seconds)
     store = dist.TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=timeout)  # pyright: ignore[reportPrivateImportUsage]
     store = PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], store)
-    if os.environ.get("LOCKSTEP_LEADS", str(int(os.environ["GROUP_RANK"] == "0"))) == "1" and os.environ["LOCAL_RANK"] == "0":
+    leads = os.environ.get("LOCKSTEP_LEADS", str(int(os.environ["GROUP_RANK"] == "0"))) == "1"
+    if leads and os.environ["LOCAL_RANK"] == "0":
         store.set("first", str(rank))
     rank = (rank - int(store.get("first"))) % size
     heartbeat.set_rank(rank)
-    return Rendezvous(store, rank, size, heartbeat)
+    return Rendezvous(store, rank, size, heartbeat, leads)
 
 
 def init_group(device_type: str, backend: str, meeting: Rendezvous, timeout_seconds: float) -> Ranks:
@@ -119,7 +131,7 @@ def init_group(device_type: str, backend: str, meeting: Rendezvous, timeout_seco
     dist.init_process_group(backend, store=meeting.store, rank=meeting.rank, world_size=meeting.size, timeout=timeout)
     control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
-    return Ranks(meeting.rank, meeting.size, device, control, meeting.heartbeat)
+    return Ranks(meeting.rank, meeting.size, device, control, meeting.heartbeat, meeting.beside_rank_zero)
 
 
 def shutdown_group(ranks: Ranks) -> None:

@@ -98,13 +98,12 @@ class Checkpoints:
         # A barrier: a rank that raised in a check of its own does not come here, and then nothing of this step is saved.
         self._ranks.heartbeat.waiting()
         self._ranks.start_logical_or(False)()
-        with self._ranks.heartbeat.beating():
-            self._ranks.on_rank_zero(lambda: self._write(step, before, model, optimizer, due), None)
+        self._ranks.while_others_wait(lambda: self._write(step, before, model, optimizer, due))
         return True
 
     def save_best(self, model: nn.Module, step: int, accuracy: float) -> None:
         """Save the model if its validation accuracy is the highest; of equals, the first is kept."""
-        self._ranks.on_rank_zero(lambda: self._write_best(model, step, accuracy), None)
+        self._ranks.while_others_wait(lambda: self._write_best(model, step, accuracy))
 
     def _write(self, step: int, before: int, model: nn.Module, optimizer: Optimizer, due: dict[str, str]) -> None:
         tensors = {f"model.{name}": value for name, value in model.state_dict().items()}

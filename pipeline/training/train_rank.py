@@ -51,8 +51,7 @@ def main(job: Job) -> None:
             journal.event("stopped", step=step)
             return
         digest = weights_sha256(model.state_dict())
-        with group.on_rank_zero(lambda: group.heartbeat.beating(FINISHING), contextlib.nullcontext()):
-            group.on_rank_zero(lambda: export(job, model), None)
+        group.while_others_wait(lambda: export(job, model), FINISHING)
         journal.event("finished", step=step, weights_sha256=digest)
 
 

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from pipeline import __main__ as commands
 from pipeline.data.batches import Batches
 from pipeline.launch import supervisor, watchdog
 from pipeline.training import train_rank
+from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.evaluation import Evaluation
 
 
@@ -80,6 +82,14 @@ def slow_chunks(evaluation: Evaluation, seconds: float) -> Evaluation:
     return evaluation
 
 
+class SlowDisk(Checkpoints):
+    """Checkpoints that each take 9 seconds to write."""
+
+    def _write(self, *parts: Any) -> None:
+        time.sleep(9)
+        super()._write(*parts)
+
+
 def fill(folder: Path) -> Path:
     """Leave no byte on a disk."""
     filler = folder / "filler"
@@ -108,6 +118,8 @@ def as_rank() -> None:
     if kind == "full":
         export = train_rank.export
         train_rank.export = lambda job, model: (fill(job.run), export(job, model))
+    elif kind == "disk":
+        train_rank.Checkpoints = SlowDisk
     elif kind == "validation":
         build = train_rank.Evaluation
         train_rank.Evaluation = lambda *parts: slow_chunks(build(*parts), float(number))

@@ -46,6 +46,9 @@ class OneOfMany(OnlyRank):
     def on_rank_zero(self, thing: Any, otherwise: Any) -> Any:
         return otherwise
 
+    def while_others_wait(self, thing: Any) -> None:
+        """Rank 0 does it."""
+
     def broadcast_bytes(self, content: bytes) -> bytes:
         return self._first.content
 

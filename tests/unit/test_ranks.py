@@ -1,0 +1,38 @@
+"""What the process group does beside the gradients."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipeline.heartbeat import COMPUTING, FORM, WAITING, Heartbeat
+from pipeline.ranks import Ranks
+
+
+def shown(heartbeat: Heartbeat) -> tuple[int, int]:
+    """Phase and number of beats."""
+    _, _, _, phase, beats, _ = FORM.unpack(heartbeat._shown[: FORM.size])
+    return phase, beats
+
+
+@pytest.mark.fault(38, "rank 0 writes for longer than a rank may stand still")
+def test_while_rank_zero_works_ranks_of_other_machines_beat_and_those_beside_it_do_not(thread_ranks: Callable[..., list[Any]]) -> None:
+    def work(group: Ranks) -> tuple[list[float], float, tuple[int, int]]:
+        group = replace(group, beside_rank_zero=group.rank < 2)
+        done: list[float] = []
+
+        def write() -> None:
+            time.sleep(2.5)
+            done.append(time.monotonic())
+
+        group.while_others_wait(write)
+        return done, time.monotonic(), shown(group.heartbeat)
+
+    (done, _, first), (nothing, beside_at, beside), (_, other_at, other) = thread_ranks(3, work)
+    assert (len(done), nothing) == (1, [])
+    assert min(beside_at, other_at) >= done[0], "all wait for it"
+    # One by hand, one a second from a thread.
+    assert (first[0], other[0], first[1] >= 3, other[1] >= 3) == (COMPUTING, COMPUTING, True, True)
+    assert beside == (WAITING, 1)
