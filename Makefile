@@ -25,18 +25,20 @@ repro: $(READY) ## set up, then prepare, train and evaluate
 # By what they start: ranks and commands; faults and containers; another Debian and an image from nothing.
 FAST := not slow and not docker and not gpu
 PYTEST := python -m pytest --durations=15
+# A worker for each core, four at most; the tests of a file stay together.
+PARALLEL := -n logical --maxprocesses=4 --dist loadfile
 
 test: $(READY) ## set up, then the tests that need neither containers nor long campaigns
-	@$(PYTEST) -m "$(FAST)" && $(PYTEST) -m "slow and not fault and not docker and not gpu and not system"
+	@$(PYTEST) $(PARALLEL) -m "$(FAST)" && $(PYTEST) $(PARALLEL) -m "slow and not fault and not docker and not gpu and not system"
 
 test-all: test ## the same, then faults, containers and chaos
-	@$(PYTEST) -m "((slow and fault) or docker or gpu) and not system"
+	@$(PYTEST) $(PARALLEL) -m "slow and fault and not docker and not gpu and not system" && $(PYTEST) -m "(docker or gpu) and not system"
 
 test-systems: $(READY) ## another Debian, with another Python; an image built without a cache
 	@$(PYTEST) -m system
 
 test-fast: $(READY) ## the fast tests
-	@$(PYTEST) -m "$(FAST)"
+	@$(PYTEST) $(PARALLEL) -m "$(FAST)"
 
 lint: $(READY) ## ruff, pyright, shellcheck and hadolint
 	@ruff check . && ruff format --check . && pyright

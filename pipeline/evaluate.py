@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,7 +16,7 @@ from pipeline.hardware.placement import resolve
 from pipeline.job import Job
 from pipeline.report import plots
 from pipeline.runs.lock import run_lock
-from pipeline.stage import RankStage, resolve_num_nodes, run_header
+from pipeline.stage import RankStage, errors_in_status, resolve_num_nodes, run_header
 from pipeline.timeouts import lock_seconds
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.mirror_process import server_and_credentials
@@ -50,10 +51,10 @@ def run(config: Config, paths: Paths) -> int:
         run=run,
         weights=paths.models / "model.safetensors",
     )
-    with run_lock(run / "lock", lock_seconds(config.dist.grace_seconds)) as lock:
+    with run_lock(run / "lock", lock_seconds(config.dist.grace_seconds)) as lock, errors_in_status(job, "evaluate", paths):
         job.result.unlink(missing_ok=True)
 
-        def finish(journal: Journal, run_id: str | None) -> str:
+        def finish(journal: Journal, _: Callable[[], str | None]) -> str:
             return report(job, paths, manifest.class_names, receipt.best.step, journal)
 
         first_line = run_header(trained, f"{trained.model.name} on {manifest.name} {receipt.fingerprint[:6]}")

@@ -20,6 +20,7 @@ from pipeline.launch.failures import LaunchResult
 from pipeline.launch.node import Node
 from pipeline.launch.supervisor import Observer
 from pipeline.runs.status import STOPPED, StopRequested
+from pipeline.stop_signals import StopRequest, handled_by
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ def _runner(host: str, port: int) -> RunRanks:
             address=address,
             interface=interface(address) or "lo",
         )
-        return supervisor.run(MODULES[offer.stage], job, node, None, observer)
+        stop = StopRequest()
+        with handled_by(stop.on_signal):
+            return supervisor.run(MODULES[offer.stage], job, node, None, observer, stop)
 
     return run_ranks

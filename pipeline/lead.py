@@ -18,8 +18,7 @@ from pipeline.config import Config, ConfigError
 from pipeline.files import Paths
 from pipeline.hardware.machine import check_writable
 from pipeline.hardware.network import PORT, endpoint, listen
-from pipeline.launch.node import NODES, STORE
-from pipeline.process_tree import adopt_orphans, dies_with_parent, wait_for_orphans
+from pipeline.process_tree import NODES, STORE, adopt_orphans, dies_with_parent, wait_for_orphans
 from pipeline.runs.status import STOPPED
 from pipeline.stop_signals import handled_by
 from pipeline.timeouts import STORM_SECONDS, ending_seconds
@@ -27,7 +26,7 @@ from pipeline.timeouts import STORM_SECONDS, ending_seconds
 log = logging.getLogger(__name__)
 
 # Workers that start together with the leader need this long to join, and learn of a command that had nothing to do for them.
-COME_SECONDS = 60
+JOIN_SECONDS = 60
 # How long they may take to read the exit code.
 GOODBYE_SECONDS = 5
 
@@ -63,7 +62,7 @@ def run(config: Config, paths: Paths, words: list[str], workers: int | None, por
             # An engine's SIGTERM ends DVC at once, and leaves us its stage, which still saves.
             wait_for_orphans(process.pid, ending_seconds(config.dist.grace_seconds), lambda: relay.hurried)
         relay.command_ended = True
-        verdict = verdict_of(exit_code, store)
+        verdict = verdict_of(exit_code, store, relay.requested)
         store.put("verdict", verdict)
         wait_for_goodbyes(store, nodes - 1, started_at, relay)
     return verdict
@@ -83,6 +82,10 @@ class SignalRelay:
         # True once a signal says not to wait for workers that have yet to hear of the command's end.
         self.hurried = False
 
+    @property
+    def requested(self) -> bool:
+        return self._requested_at != -math.inf
+
     def on_signal(self, number: int, _: FrameType | None) -> None:
         """Pass a signal on, unless it belongs to the same request as the first: engines signal all processes at once, several times."""
         now, first = time.monotonic(), self._requested_at == -math.inf
@@ -98,9 +101,12 @@ class SignalRelay:
             os.killpg(self._command, signal.SIGINT if first else number)
 
 
-def verdict_of(exit_code: int, store: ClusterStore) -> int:
+def verdict_of(exit_code: int, store: ClusterStore, stop_requested: bool = False) -> int:
     """Return the exit code of the ranks if they are why the command failed: DVC makes 255 of all of them."""
     last: int | None = store.get("last-exit-code")
+    if exit_code > 0 and last is None and stop_requested:
+        # It was stopped before it had ranks, and goes on if it is started again.
+        return STOPPED
     if exit_code < 0 and last != STOPPED:
         return 128 - exit_code
     return last if exit_code and last else abs(exit_code)
@@ -117,7 +123,7 @@ def wait_for_goodbyes(store: ClusterStore, expected: int, started_at: float, rel
             # Somebody is new; or this process was stopped, and the workers perhaps too.
             changed_at = now
         looked_at = now
-        nobody_more = len(came) >= expected or now > started_at + COME_SECONDS
+        nobody_more = len(came) >= expected or now > started_at + JOIN_SECONDS
         if nobody_more and (came <= set(store.since("goodbyes", 0)) or now > changed_at + GOODBYE_SECONDS):
             return
         clock.sleep(0.1)

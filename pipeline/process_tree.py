@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+# How the commands below `lead` know its store, and the number of machines.
+STORE, NODES = "LOCKSTEP_STORE", "LOCKSTEP_NODES"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -36,7 +38,9 @@ def dvc_above() -> psutil.Process | None:
 def is_dvc(process: psutil.Process) -> bool:
     """Return True if a process runs and is DVC."""
     try:
-        return process.is_running() and "dvc" in (Path(word).name for word in process.cmdline()[:3])
+        words = [Path(word).name for word in process.cmdline()[:3]]
+        runs_python = words[:1] != [] and words[0].startswith("python")
+        return process.is_running() and (words[:1] == ["dvc"] or (runs_python and (words[1:2] == ["dvc"] or words[1:] == ["-m", "dvc"])))
     except psutil.Error:
         # Gone, or a zombie.
         return False

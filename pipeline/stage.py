@@ -2,25 +2,26 @@
 
 import os
 import shlex
+import signal
 import time
 import uuid
-from collections.abc import Callable
-from threading import Event
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
-from pipeline.config import Config, ConfigError, MachineError, PeerError
+from pipeline.config import Config, ConfigError, PeerError
 from pipeline.console import Progress
 from pipeline.files import Paths
 from pipeline.hardware import machine
 from pipeline.job import Job
 from pipeline.launch import outcome, supervisor
 from pipeline.launch.failures import FINAL_EXITS, Failure
-from pipeline.launch.node import NODES, STORE, Membership, Node
+from pipeline.launch.node import Membership, Node
 from pipeline.launch.restarts import RestartPolicy
-from pipeline.process_tree import dvc_above
+from pipeline.process_tree import NODES, STORE, dvc_above
 from pipeline.runs import checkpoints, status
 from pipeline.runs.status import StopRequested
-from pipeline.stop_signals import deferred
+from pipeline.stop_signals import StopRequest, handled_by
 from pipeline.timeouts import RETURN_SECONDS
 from pipeline.tracking import journal as journals
 from pipeline.tracking.journal import Journal
@@ -28,7 +29,7 @@ from pipeline.tracking.mirror_process import MirrorProcess, address
 
 # The agent has no ranks for so long: it waits in the rendezvous for one that has stopped, or that is lost.
 IDLE_SECONDS, WAITING_SECONDS = 3, 10
-Publish = Callable[[Journal, str | None], str]
+Publish = Callable[[Journal, Callable[[], str | None]], str]
 
 
 class RankStage:
@@ -37,19 +38,23 @@ class RankStage:
     def __init__(self, stage: Literal["train", "evaluate"], job: Job, paths: Paths, lock: int):
         self._stage: Literal["train", "evaluate"] = stage
         self._job, self._paths, self._lock = job, paths, lock
-        by_hand = f"python -m pipeline {stage} --params {shlex.quote(str(paths.params))}"
-        self.command = "dvc repro" if dvc_above() else by_hand
+        self.command = command_of(stage, paths)
 
     def run(self, module: str, header: dict[str, Any], tags: dict[str, Any], progress: Progress, publish: Publish) -> int:
-        """Run the ranks to their end and return the exit code; `publish`, given MLflow's run id, returns a line about the result."""
-        try:
-            members = self._membership(progress.say)
-        except StopRequested as request:
-            return self._stopped_before_start(str(request), progress)
-        try:
-            return self._run(module, members, self._opened(header, tags), progress, publish)
-        finally:
-            members.end_job(PeerError.exit_code)
+        """Run the ranks to their end and return the exit code; `publish`, which may ask for MLflow's run id, returns a line about it."""
+        stop = StopRequest()
+        with handled_by(stop.on_signal) as before:
+            try:
+                members = self._membership(progress.say)
+            except StopRequested as request:
+                return self._stopped_before_start(str(request), progress)
+            try:
+                return self._run(module, members, self._opened(header, tags), (progress, stop), publish)
+            finally:
+                members.end_job(PeerError.exit_code)
+                if stop.signal is not None:
+                    # What an engine repeats is not to end this process with another code.
+                    before.update(dict.fromkeys(before, signal.SIG_IGN))
 
     def _membership(self, say: Callable[[str], None]) -> Membership:
         """Return the machines of the job, ready to begin."""
@@ -78,42 +83,41 @@ class RankStage:
         journal.sync()
         return journal
 
-    def _run(self, module: str, members: Membership, journal: Journal, progress: Progress, publish: Publish) -> int:
-        job, run = self._job, self._job.run
+    def _run(self, module: str, members: Membership, journal: Journal, around: tuple[Progress, StopRequest], publish: Publish) -> int:
+        job, run, (progress, stop) = self._job, self._job.run, around
         step = journals.last(job.journal, "metrics").get("step", 0)
         mirror = MirrorProcess(run, self._paths)
         status.running(run, step, self.command)
         started_at = time.monotonic()
         try:
             with progress:
-                result = supervisor.run(module, job, members.node, self._lock, _Observer(job, members, progress))
+                result = supervisor.run(module, job, members.node, self._lock, _Observer(job, members, progress), stop)
             end = outcome.judge(result, job, checkpoints.newest(run), self.command)
-        except OSError as error:
+        except outcome.EXPECTED as error:
             end = outcome.broken(error, step, checkpoints.newest(run), self.command)
-        with deferred() as signalled:
+        message = status.message(end)
+        try:
+            journal.event("attempt-ended", stage=self._stage, elapsed_seconds=time.monotonic() - started_at)
+            if end.exit_code == 0:
+                message = publish(journal, lambda: mirror.run_id(stop.hurried))
+            journal.event("ended", stage=self._stage, outcome=end.outcome, cause=end.cause)
+        except outcome.EXPECTED as error:
+            # If the journal is full too, the mirror reads the ending in status.json.
+            end = outcome.unpublished(end, error, self.command)
             message = status.message(end)
-            try:
-                journal.event("attempt-ended", stage=self._stage, elapsed_seconds=time.monotonic() - started_at)
-                if end.exit_code == 0:
-                    message = publish(journal, mirror.run_id())
-                journal.event("ended", stage=self._stage, outcome=end.outcome, cause=end.cause)
-            except (OSError, MachineError) as error:
-                # If the journal is full too, the mirror reads the ending in status.json.
-                end = outcome.unpublished(end, error, self.command)
-                message = status.message(end)
-            journal.close()
-            end.write(run)
-            # Workers wait for no MLflow.
-            members.end_job(end.exit_code or 0)
-            progress.say(message)
-            self._finish_mirror(mirror, progress.say, signalled, end.outcome == "stopped")
+        journal.close()
+        end.write(run)
+        # Workers do not wait for what MLflow has yet to take.
+        members.end_job(end.exit_code or 0)
+        progress.say(message)
+        self._finish_mirror(mirror, progress.say, stop, end.outcome == "stopped")
         assert end.exit_code is not None
         return end.exit_code
 
-    def _finish_mirror(self, mirror: MirrorProcess, say: Callable[[str], None], signalled: Event, stopped: bool) -> None:
-        """Let MLflow have the rest, for as long as it takes it and nobody sends a signal."""
+    def _finish_mirror(self, mirror: MirrorProcess, say: Callable[[str], None], stop: StopRequest, stopped: bool) -> None:
+        """Let MLflow have the rest, for as long as it takes it and nobody asks again to stop."""
         sync = f"python -m pipeline sync --params {shlex.quote(str(self._paths.params))}"
-        error = mirror.finish(signalled, lambda text: say(f"{text}; Ctrl-C leaves the rest to: {sync}"), stopped)
+        error = mirror.finish(stop.hurried, lambda text: say(f"{text}; Ctrl-C leaves the rest to: {sync}"), stopped)
         if error is None:
             say(f"MLflow: {address(self._job.run, self._paths)}")
         else:
@@ -158,10 +162,30 @@ class _Observer:
             return False
         if journals.last(self._job.journal, "started", "finished", "stopped").get("kind") != "started":
             return True
-        if self._lost and not self._waiting and idle_seconds > WAITING_SECONDS:
-            self._progress.say(f"waiting for a lost worker to come back, for {RETURN_SECONDS} s at most")
+        if not self._waiting and idle_seconds > WAITING_SECONDS:
+            whom = "a lost worker to come back" if self._lost else "the workers' ranks"
+            self._progress.say(f"waiting for {whom}, for {RETURN_SECONDS} s at most")
             self._waiting = True
         return False
+
+
+def command_of(stage: str, paths: Paths) -> str:
+    """What a person types to go on."""
+    return "dvc repro" if dvc_above() else f"python -m pipeline {stage} --params {shlex.quote(str(paths.params))}"
+
+
+@contextmanager
+def errors_in_status(job: Job, stage: str, paths: Paths) -> Generator[None]:
+    """Write an error before the ranks start into status.json too: DVC swallows exit codes."""
+    try:
+        yield
+    except outcome.EXPECTED as error:
+        step = 0
+        with suppress(*outcome.EXPECTED):
+            step = journals.last(job.journal, "metrics").get("step", 0)
+        with suppress(OSError):
+            outcome.broken(error, step, checkpoints.newest(job.run), command_of(stage, paths)).write(job.run)
+        raise
 
 
 def run_header(config: Config, name: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ from pipeline.hardware import machine
 from pipeline.hardware.placement import Placement, resolve
 from pipeline.job import Job
 from pipeline.report import plots
-from pipeline.runs import checkpoints
+from pipeline.runs import checkpoints, status
 from pipeline.runs.identity import fingerprint, run_identity, versions, write_identity
 from pipeline.runs.lock import run_lock
 from pipeline.runs.resume import import_run
-from pipeline.stage import RankStage, resolve_num_nodes, run_header
+from pipeline.stage import RankStage, errors_in_status, resolve_num_nodes, run_header
 from pipeline.stop_signals import deferred
 from pipeline.timeouts import lock_seconds
 from pipeline.tracking import journal as journals
@@ -55,7 +56,7 @@ def run(config: Config, paths: Paths, resume: Path | None = None) -> int:
         prepared=paths.prepared,
         run=paths.runs / name,
     )
-    with run_lock(job.run / "lock", lock_seconds(config.dist.grace_seconds)) as lock:
+    with run_lock(job.run / "lock", lock_seconds(config.dist.grace_seconds)) as lock, errors_in_status(job, "train", paths):
         check_journal(job.journal, name)
         if any(line["stage"] == "train" and line["outcome"] == "done" for line in journals.read(job.journal) if line["kind"] == "ended"):
             publish_again(job, paths)
@@ -84,6 +85,8 @@ def check_journal(journal: Path, name: str) -> None:
 def publish_again(job: Job, paths: Paths) -> None:
     """Publish a finished run once more, and let MLflow catch up with it."""
     receipt = publish(job.run, paths)
+    # A kill may have come before it could say so, and a failed evaluation after it.
+    status.Outcome("done", 0, "", None, receipt.steps, checkpoints.newest(job.run), "").write(job.run)
     log.info("finished already, published again: %s, MLflow run %s", job.run, receipt.mlflow_run_id or read_state(job.run).run_id)
     if needs_sync(job.run, paths):
         # Whoever finished it was killed before MLflow had heard.
@@ -95,8 +98,8 @@ def publish_again(job: Job, paths: Paths) -> None:
 def carry_out(job: Job, paths: Paths, lock: int, progress: Progress, facts: dict[str, Any]) -> int:
     """Start the ranks; when they are done, complete the receipt and publish."""
 
-    def finish(journal: Journal, run_id: str | None) -> str:
-        write_receipt(job, facts | {"mlflow_run_id": run_id})
+    def finish(journal: Journal, run_id: Callable[[], str | None]) -> str:
+        write_receipt(job, facts | {"mlflow_run_id": run_id()})
         receipt = publish(job.run, paths)
         journal_results(journal, job, receipt)
         return f"best validation accuracy {receipt.best.validation_accuracy:.4f} in epoch {receipt.best.epoch}"

@@ -50,14 +50,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def experiment(tmp_path: Path) -> Experiment:
-    return Experiment(tmp_path).set()
+def experiment(tmp_path: Path, request: pytest.FixtureRequest) -> Experiment:
+    experiment = Experiment(tmp_path).set()
+    # What is fast trains nothing.
+    return experiment.with_database() if request.node.get_closest_marker("slow") else experiment
 
 
 @pytest.fixture(scope="session")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
     """The long experiment, left alone."""
-    experiment = Experiment(tmp_path_factory.mktemp("baseline")).set(**LONGER)
+    experiment = Experiment(tmp_path_factory.mktemp("baseline")).set(**LONGER).with_database()
     experiment.run("prepare")
     experiment.run("train")
     return experiment

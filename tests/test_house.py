@@ -17,8 +17,8 @@ from tests.kit.source import MODULES, NAMES, PACKAGE, closure, imports, module_n
 ALL = [*MODULES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "bench").glob("*.py"))]
 # From the bottom up; rooms of one floor ignore each other.
 FLOORS = [
-    {"config", "files", "output", "process_tree", "stop_signals", "timeouts"},
-    {"job", "heartbeat"},
+    {"config", "files", "output", "process_tree", "timeouts"},
+    {"job", "heartbeat", "stop_signals"},
     {"ranks", "hardware"},
     {"data", "models", "parallel", "tracking"},
     {"runs", "console", "report"},

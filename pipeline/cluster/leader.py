@@ -15,7 +15,8 @@ from pipeline.cluster.store import connect
 from pipeline.config import PeerError
 from pipeline.hardware.network import endpoint, interface, own_address, split
 from pipeline.job import Job
-from pipeline.launch.node import STORE, Membership, Node
+from pipeline.launch.node import Membership, Node
+from pipeline.process_tree import STORE
 from pipeline.runs.status import STOPPED, StopRequested
 
 
@@ -68,7 +69,7 @@ class LedSingleNode(Membership):
 
     def end_job(self, exit_code: int) -> None:
         """Tell `lead`; only the first call counts."""
-        if exit_code and not self._job_ended:
+        if not self._job_ended:
             with contextlib.suppress(PeerError):
                 connect(self._host, self._port).put("last-exit-code", exit_code)
         self._job_ended = True

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from pipeline.cluster.messages import Clock, JobOffer, Reply
 from pipeline.cluster.store import ClusterStore
-from pipeline.config import PeerError
+from pipeline.config import MachineError, PeerError
+from pipeline.files import describe as describe_os_error
 from pipeline.job import Job
 from pipeline.launch.failures import Failure, LaunchResult
 from pipeline.launch.outcome import describe
@@ -123,7 +124,11 @@ class Worker:
     def _take_part(self, offer: JobOffer, job: Job) -> bool:
         """Run the ranks here; returns False if they were ended because others took their place: this worker may be needed again."""
         reporter = _Reporter(self, offer)
-        result = self._run_ranks(offer, job, reporter)
+        try:
+            result = self._run_ranks(offer, job, reporter)
+        except OSError as error:
+            self.report(offer, Failure(None, MachineError.exit_code, describe_os_error(error, "starting the ranks"), 0))
+            raise
         self._waits_until = self._clock.monotonic() + ending_seconds(offer.config.dist.grace_seconds)
         if result.stopped_by is not None:
             self._note_stop()
@@ -189,8 +194,8 @@ class _Reporter:
         return []
 
     def stop_requested(self) -> bool:
-        """Return False: the leader stops its own ranks, and they agree with the ranks here."""
-        return False
+        """Return True if this worker was told to stop before its ranks could be; the leader stops its own, and they agree with these."""
+        return self._worker.stopped
 
     def is_done(self, idle_seconds: float) -> bool:
         """Return whether torchrun is to be ended here."""

@@ -18,7 +18,7 @@ CONSEQUENCE = re.compile(
     r"|remote process exited|communicator was aborted|collective operation timeout"
 )
 OUT_OF_MEMORY = re.compile(r"out of memory|[Cc]an(no|')t allocate memory|not enough memory|MemoryError|bad_alloc")
-OUR_OWN = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
+CRASH_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 # A rank that hung; the same code as for one that was lost.
 HUNG = 6
 # Exit codes of a rank that say that starting again cannot help.
@@ -58,7 +58,7 @@ class Failure:
     @property
     def deterministic(self) -> bool:
         """True if the same step would fail again (exception, segfault, out of memory), unlike a kill from outside."""
-        return not self.is_consequence and (self.out_of_memory or self.exit_code > 0 or self.signal in OUR_OWN)
+        return not self.is_consequence and (self.out_of_memory or self.exit_code > 0 or self.signal in CRASH_SIGNALS)
 
 
 @dataclass
@@ -79,7 +79,8 @@ class LaunchResult:
     def root_cause(self) -> Failure:
         """Return the failure that explains the last one, which may be its consequence on another machine."""
         last = self.failures[-1]
-        together = [one for one in self.failures if one.attempt == last.attempt or (one.host != last.host and one.at > last.at - 15)]
+        # Every machine numbers its own starts.
+        together = [one for one in self.failures if (one.attempt == last.attempt if one.host == last.host else one.at > last.at - 15)]
         return next((one for one in together if not one.is_consequence), last)
 
 

@@ -6,9 +6,6 @@ from dataclasses import dataclass, field
 from pipeline.job import Job
 from pipeline.launch.failures import Failure
 
-# How the commands below a leader know its store, and the number of machines.
-STORE, NODES = "LOCKSTEP_STORE", "LOCKSTEP_NODES"
-
 
 @dataclass(frozen=True)
 class Node:

@@ -4,7 +4,8 @@ import shutil
 import signal
 from dataclasses import replace
 
-from pipeline.config import Config, MachineError, PeerError
+from pipeline.config import Config, ConfigError, DataError, MachineError, PeerError
+from pipeline.files import describe as describe_os_error
 from pipeline.job import Job
 from pipeline.launch.failures import FINAL_EXITS, Failure, LaunchResult, signal_name
 from pipeline.runs.status import INTERRUPTED, STOPPED, TERMINATED, Outcome
@@ -12,6 +13,8 @@ from pipeline.timeouts import RETURN_SECONDS
 from pipeline.tracking import journal
 
 LITTLE_BYTES = 1 << 20
+# What a command raises for a user.
+EXPECTED = (ConfigError, DataError, MachineError, PeerError, OSError)
 NAMES = {2: "configuration", 3: "data", 4: "machine", 5: "diverged"}
 
 
@@ -36,7 +39,7 @@ def _stopped(result: LaunchResult, saved: bool, step: int) -> tuple[int, str] | 
         return STOPPED, f"torchrun was ended by {signal_name(-result.exit_code)}; its ranks saved at step {step}"
     if saved:
         return STOPPED, f"stopped on request at step {step}"
-    final = any(one.exit_code in FINAL_EXITS for one in result.failures)
+    final = any(one.exit_code in FINAL_EXITS and not one.waiting for one in result.failures)
     if not final and (result.stopped_by is not None or result.agent_was_stopped):
         return STOPPED, f"stopped on request after step {step}, when nothing could be saved"
     return None
@@ -48,6 +51,8 @@ def _failed(result: LaunchResult, job: Job, end: Outcome) -> Outcome:
     if silent and shutil.disk_usage(job.run).free < LITTLE_BYTES:
         cause = f"{job.run}: the disk is full, and torchrun died of it; make room"
         return replace(end, outcome="machine", exit_code=MachineError.exit_code, cause=cause)
+    if silent and result.nobody_came_back:
+        return replace(end, cause=f"a machine was lost before a rank began, and did not come back in {RETURN_SECONDS} s")
     if silent:
         return replace(end, cause=f"torchrun ended with {result.exit_code} and no word from a rank; see {job.run / 'logs'}")
     failure = result.root_cause()
@@ -67,21 +72,25 @@ def _failed(result: LaunchResult, job: Job, end: Outcome) -> Outcome:
     return replace(end, cause=f"{describe(failure, job.config)}; {why}; logs: {job.run / 'logs'}")
 
 
-def broken(error: OSError, step: int, checkpoint: str | None, command: str) -> Outcome:
-    """The launcher itself could not go on, as on a full disk."""
-    return Outcome("machine", MachineError.exit_code, _words(error), None, step, checkpoint, command)
+def broken(error: Exception, step: int, checkpoint: str | None, command: str) -> Outcome:
+    """The launcher itself could not begin or go on, as on a full disk."""
+    name, exit_code, cause = _of_error(error)
+    return Outcome(name, exit_code, cause, None, step, checkpoint, command)
 
 
-def _words(error: OSError) -> str:
-    return f"{error.filename or 'starting the ranks'}: {error.strerror or error}; see that there is room and a right to write"
+def _of_error(error: Exception) -> tuple[str, int, str]:
+    if isinstance(error, OSError):
+        return "machine", MachineError.exit_code, describe_os_error(error, "starting the ranks")
+    exit_code: int = getattr(error, "exit_code", PeerError.exit_code)
+    return NAMES.get(exit_code, "failed"), exit_code, str(error)
 
 
-def unpublished(end: Outcome, error: OSError | MachineError, command: str) -> Outcome:
+def unpublished(end: Outcome, error: Exception, command: str) -> Outcome:
     """The ranks were done, and what they left could not be put in place; what ended otherwise stays as it ended."""
     if end.exit_code != 0:
         return end
-    cause = _words(error) if isinstance(error, OSError) else str(error)
-    return replace(end, outcome="machine", exit_code=MachineError.exit_code, cause=cause, command=command)
+    name, exit_code, cause = _of_error(error)
+    return replace(end, outcome=name, exit_code=exit_code, cause=cause, command=command)
 
 
 def describe(failure: Failure, config: Config) -> str:

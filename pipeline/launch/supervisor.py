@@ -15,10 +15,9 @@ from pipeline.job import Job
 from pipeline.launch.agent_command import command, environment
 from pipeline.launch.failures import FINAL_EXITS, Failure, LaunchResult, exit_reasons, failure_of
 from pipeline.launch.node import Node
-from pipeline.launch.signals import StopRequest
 from pipeline.launch.watchdog import Watchdog
 from pipeline.process_tree import adopt_orphans, below, dies_with_parent, kill, wait_for_orphans
-from pipeline.stop_signals import handled_by
+from pipeline.stop_signals import StopRequest
 
 POLL_SECONDS = 0.1
 # How long to wait for a report from the machine that all others wait for.
@@ -49,26 +48,28 @@ class Observer(Protocol):
         ...
 
 
-def run(module: str, job: Job, node: Node, lock: int | None, observer: Observer) -> LaunchResult:
-    """Run a module on this machine's ranks until all its processes have gone; the run's lock is theirs too."""
+def run(module: str, job: Job, node: Node, lock: int | None, observer: Observer, stop: StopRequest) -> LaunchResult:
+    """Run a module on this machine's ranks until all its processes have gone; the agent holds the run's lock too."""
     logs = job.run / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}-{os.getpid()}"
     logs.mkdir(parents=True, exist_ok=True)
     atomic_write(logs / "job.json", job.model_dump_json().encode())
     adopt_orphans()
     process, pipe = _start(command(module, node, job.config.dist.grace_seconds, logs), environment(node), lock, logs)
-    stop = StopRequest(process.pid)
-    with handled_by(stop.on_signal):
-        watchdog = Watchdog(logs, node.ranks, node.nodes > 1, job.config.dist.timeout_seconds, observer.say)
-        supervisor = Supervisor((process, pipe), node, watchdog, stop, observer)
-        try:
-            over = supervisor.follow()
-            wait_for_orphans(process.pid, 0 if over else job.config.dist.grace_seconds, lambda: stop.at_once)
-        finally:
-            kill(process.pid)
+    stop.agent_started(process.pid)
+    watchdog = Watchdog(logs, node.ranks, node.nodes > 1, job.config.dist.timeout_seconds, observer.say)
+    supervisor = Supervisor((process, pipe), node, watchdog, stop, observer)
+    try:
+        over = supervisor.follow()
+        wait_for_orphans(process.pid, 0 if over else job.config.dist.grace_seconds, lambda: stop.at_once)
+    finally:
+        kill(process.pid)
+        stop.agent_ended()
+        os.close(pipe)
+    exit_code = process.wait()
     observer.poll()
     result = supervisor.result
     result.stopped_by, result.stopped_at_once = stop.signal, stop.at_once
-    result.exit_code = 0 if over else process.wait()
+    result.exit_code = 0 if over else exit_code
     if result.exit_code and node.nodes == 1 and not supervisor.explained:
         # On a full disk the agent itself may die without a report; its ranks have left theirs.
         reasons = exit_reasons(supervisor.folder, node.ranks)
@@ -127,7 +128,6 @@ class Supervisor:
                     return True
         while self._handle_events(0):
             pass
-        os.close(self._pipe)
         return False
 
     def _handle_events(self, seconds: float) -> bool:

@@ -127,7 +127,9 @@ class LaneGradients:
         under_way = self._sum.scatter(stack)
         under_way.future = Future(devices=[self._device] if self._device.type == "cuda" else None)
         if self._under_way:
+            self._pulse.waiting()
             self._sum.gather(self._under_way[-1])
+            self._pulse.computing()
         self._under_way.append(under_way)
         if bucket.is_last():
             self._pulse.waiting()

@@ -21,6 +21,8 @@ from pipeline.tracking.mirror_state import read_state, server_id, write_error
 
 # How late MLflow may make an end: by a server that takes nothing, and by one that goes on taking.
 DEAF_SECONDS, RECEIVING_SECONDS = 8.0, 600.0
+# How long publishing may wait for MLflow's id of the run, whatever the mirror does.
+RUN_ID_SECONDS = 30
 # What an upload must get on by in that time to be one; certificates and the like are read too.
 PROGRESS_BYTES = 1 << 19
 # A user who waits for `sync` can say it again: MLflow's own seven retries, of two minutes each, are too many.
@@ -115,22 +117,23 @@ class MirrorProcess:
         self._progress = (0, 0)
         self._deaf_seconds = 0.0
 
-    def run_id(self) -> str | None:
+    def run_id(self, hurried: Event) -> str | None:
         """Return MLflow's id of the run, once it has one; None if it cannot be had now."""
-        while self._is_worth_waiting():
+        until = time.monotonic() + RUN_ID_SECONDS
+        while self._is_worth_waiting() and not hurried.is_set() and time.monotonic() < until:
             state = read_state(self._run)
             if state.error or (state.run_id and state.server == self._server):
                 return state.run_id if state.server == self._server else None
         return None
 
-    def finish(self, signalled: Event, announce: Callable[[str], None], stopped: bool = False) -> str | None:
+    def finish(self, hurried: Event, announce: Callable[[str], None], stopped: bool = False) -> str | None:
         """Close the journal and wait for the mirror while its server takes what it sends; returns an error or None.
 
         After a stop request the whole wait for the server is short: whoever asked may kill this process soon.
         """
         started_at, announced = time.monotonic(), False
         self._close()
-        while self._is_worth_waiting(counts_progress=not stopped) and not signalled.is_set():
+        while self._is_worth_waiting(counts_progress=not stopped) and not hurried.is_set():
             waited_seconds = time.monotonic() - started_at
             if waited_seconds > RECEIVING_SECONDS:
                 break

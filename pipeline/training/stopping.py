@@ -5,16 +5,17 @@ from collections.abc import Callable
 from types import FrameType
 
 from pipeline.ranks import Ranks
+from pipeline.stop_signals import STOP_SIGNALS
 
 
 class Stop:
-    """SIGTERM or SIGINT asks for a stop; any further one changes nothing, as engines and agents repeat them."""
+    """SIGTERM, SIGINT or SIGHUP asks for a stop; any further one changes nothing, as engines and agents repeat them."""
 
     def __init__(self, ranks: Ranks, alarm_seconds: int):
         self._ranks, self._alarm_seconds = ranks, alarm_seconds
         self._asked = False
         self._answer: Callable[[], bool] | None = None
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             signal.signal(number, self._ask)
 
     def _ask(self, number: int, _: FrameType | None) -> None:

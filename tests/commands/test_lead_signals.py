@@ -60,6 +60,15 @@ def test_a_storm_of_signals_reaches_the_command_once_and_a_persons_second_as_it_
     assert end(process, 30)[0] == 128 + signal.SIGKILL
 
 
+def test_a_command_that_is_stopped_before_it_has_ranks_is_one_to_start_again(experiment: Experiment) -> None:
+    # As DVC does with a stage that was stopped.
+    process = led(experiment, sys.executable, "-c", "import time; print('ready', flush=True)\ntry: time.sleep(60)\nexcept: exit(255)")
+    assert process.stdout is not None
+    until(lambda: "ready" in process.stdout.readline(), seconds=30)
+    process.send_signal(signal.SIGTERM)
+    assert end(process, 30)[0] == 75
+
+
 def test_a_signal_after_the_commands_end_reaches_no_process_that_has_its_number_by_then() -> None:
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
         relay = SignalRelay(other.pid)

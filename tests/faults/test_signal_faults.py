@@ -33,15 +33,16 @@ def signal_all(processes: list[psutil.Process], number: int) -> None:
 
 
 @pytest.mark.parametrize("order", ["launcher first", "ranks first"])
-@pytest.mark.fault(29, "SIGTERM to every process of a job, three times within 3 s, the launcher first or last")
+@pytest.mark.fault(29, "SIGTERM, SIGHUP and SIGTERM to every process of a job within 3 s, the launcher first or last")
 def test_a_signal_to_every_process_is_one_request(baseline: Experiment, experiment: Experiment, order: str, record_property: Note) -> None:
     experiment.set(**SELDOM).run("prepare")
     process = experiment.start("train")
     wait_for_step(experiment, 30, process)
     everyone = job_of(process)
     with suspended(process):
-        for _ in range(3):
-            signal_all(everyone if order == "launcher first" else everyone[::-1], signal.SIGTERM)
+        # systemd sends the second one too, with SendSIGHUP=yes.
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
+            signal_all(everyone if order == "launcher first" else everyone[::-1], number)
             time.sleep(0.5)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 75, said
@@ -51,6 +52,23 @@ def test_a_signal_to_every_process_is_one_request(baseline: Experiment, experime
     experiment.set(**LONGER).run("train")
     same_figures(experiment, baseline)
     record_property("happened", f"{len(everyone)} processes signalled three times: 75 at step {ended['step']}, saved; bit-equal")
+
+
+@pytest.mark.fault(29, "SIGTERM to the launcher every 2 ms for 2.9 s: also between the ranks' end and its own")
+def test_a_storm_of_signals_that_outlasts_the_ranks_is_one_request(experiment: Experiment) -> None:
+    experiment.set(**SELDOM).run("prepare")
+    process = experiment.start("train")
+    wait_for_step(experiment, 30, process)
+    until_when = time.monotonic() + 2.9
+    while time.monotonic() < until_when and process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.002)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    ended = status(experiment)
+    assert (ended["outcome"], ended["step"]) == ("stopped", int(ended["checkpoint"][-20:-12]))
+    assert "MLflow does not have all of it yet" not in said
+    assert [run.info.status for run in mlflow_runs(experiment)] == ["KILLED"]
 
 
 @pytest.mark.fault(29, "SIGTERM to `lead` and to all below it at once")

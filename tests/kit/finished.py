@@ -51,7 +51,7 @@ class Pretended(RankStage):
         Pretended.started += 1
         if self.trains:
             leave(run, journal)
-            publish(journal, None)
+            publish(journal, lambda: None)
             journal.event("ended", stage="train", outcome="done", cause="")
             status.Outcome("done", 0, "", None, 3, None, "").write(run)
         journal.close()
@@ -64,7 +64,7 @@ class NoMirror(MirrorProcess):
     def __init__(self, run: Path, paths: Paths, patient: bool = False):
         server_and_credentials(paths)
 
-    def finish(self, signalled: Any, announce: Any, stopped: bool = False) -> str | None:
+    def finish(self, hurried: Any, announce: Any, stopped: bool = False) -> str | None:
         return None
 
     def settle(self) -> str | None:

@@ -24,7 +24,7 @@ class Job:
 
     def __init__(self, folder: Path, workers: int = 1, **changes):
         self.port, self._workers = free_port(), workers
-        self.leading = experiment_in(folder / "leader", **changes)
+        self.leading = experiment_in(folder / "leader", **changes).with_database()
         self._folder, self._changes, self._joined = folder, changes, 0
         self.leading.run("prepare")
 

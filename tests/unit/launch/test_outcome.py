@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import Config, MachineError
+from pipeline.config import Config, DataError, MachineError, PeerError
 from pipeline.job import Job
 from pipeline.launch import outcome
 from pipeline.launch.failures import Failure, LaunchResult
@@ -77,6 +77,24 @@ def test_a_run_without_figures_ended_in_step_0(job: Job) -> None:
 def test_what_was_asked_to_stop_is_stopped(job: Job, result: LaunchResult, lines: list[Any], exit_code: int, cause: str) -> None:
     step = 12 if lines else 10
     assert judged(job, result, *lines) == Outcome("stopped", exit_code, cause, None, step, "kept", "dvc repro")
+
+
+def test_who_only_waited_for_another_machine_has_not_failed(job: Job) -> None:
+    waited = replace(FAILED, exit_code=6, waiting=True)
+    assert judged(job, LaunchResult(stopped_by=signal.SIGTERM, exit_code=1, failures=[waited])).exit_code == 75
+
+
+def test_a_machine_that_is_lost_before_a_rank_began_is_what_is_said(job: Job) -> None:
+    end = judged(job, LaunchResult(exit_code=1, nobody_came_back=True))
+    assert (end.exit_code, end.cause) == (6, "a machine was lost before a rank began, and did not come back in 600 s")
+
+
+def test_the_root_cause_is_of_the_same_start_and_other_machines_number_their_own() -> None:
+    reset = Failure(0, 1, "Connection reset by peer", 3, 30, at=1000.0)
+    assert LaunchResult(failures=[replace(FAILED, attempt=3, host=None, at=400.0), reset]).root_cause().attempt == 3
+    crash = replace(FAILED, attempt=3, host="b")
+    assert LaunchResult(failures=[replace(crash, at=400.0), reset]).root_cause() == reset, "long ago"
+    assert LaunchResult(failures=[replace(crash, attempt=0, at=995.0), reset]).root_cause().host == "b"
 
 
 @pytest.mark.parametrize("code", [2, 3, 4, 5, 6])
@@ -165,8 +183,15 @@ def test_a_launcher_that_cannot_go_on_names_the_file_and_the_reason() -> None:
     cure = "; see that there is room and a right to write"
     end = broken(OSError(28, "No space left on device", "runs/a"), 20, "kept", "dvc repro")
     assert end == Outcome("machine", 4, f"runs/a: No space left on device{cure}", None, 20, "kept", "dvc repro")
-    assert broken(OSError(11, "Try again"), 0, None, "").cause == f"starting the ranks: Try again{cure}"
-    assert broken(OSError("no pipe"), 0, None, "").cause == f"starting the ranks: no pipe{cure}"
+    cure = "see that there is memory, and room for another process: ulimit -u"
+    assert broken(OSError(11, "Try again"), 0, None, "").cause == f"starting the ranks: Try again; {cure}"
+    assert broken(OSError("no pipe"), 0, None, "").cause == "starting the ranks: no pipe"
+
+
+def test_an_error_before_the_ranks_keeps_its_name_and_exit_code() -> None:
+    assert broken(DataError("no such image"), 0, None, "dvc repro") == Outcome("data", 3, "no such image", None, 0, None, "dvc repro")
+    assert broken(PeerError("nobody came"), 7, "kept", "x") == Outcome("failed", 6, "nobody came", None, 7, "kept", "x")
+    assert unpublished(DONE, DataError("no such image"), "x") == Outcome("data", 3, "no such image", None, 20, "kept", "x")
 
 
 def test_what_could_not_be_put_in_place_after_a_run_is_the_machines() -> None:

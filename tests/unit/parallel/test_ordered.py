@@ -148,14 +148,20 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def trained(group: Ranks, per_rank: list[int], model: nn.Module, bucket_mb: float) -> tuple[list[list[Tensor]], int]:
-    """The gradients of three steps, and what the heartbeat shows after them."""
+def trained(group: Ranks, per_rank: list[int], model: nn.Module, bucket_mb: float) -> tuple[list[list[Tensor]], set[int]]:
+    """The gradients of three steps, and what the heartbeat shows whenever this rank waits for another one's."""
     group = replace(group, heartbeat=Heartbeat(None))
     model, lanes = copy.deepcopy(model), Lanes(per_rank, group.rank, 4 * sum(per_rank))
     parallel = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     kept = LaneGradients(lanes, group, [one for one in model.parameters() if one.requires_grad])
     parallel.register_comm_hook(None, kept.hook)
-    found = []
+    found, phases, gather = [], set(), kept._sum.gather
+
+    def observed(one):
+        phases.add(FORM.unpack(group.heartbeat._shown[: FORM.size])[3])
+        gather(one)
+
+    kept._sum.gather = observed
     for step in range(3):
         model.zero_grad()
         for lane in lanes.own:
@@ -167,7 +173,7 @@ def trained(group: Ranks, per_rank: list[int], model: nn.Module, bucket_mb: floa
                 kept.keep(lane)
         found.append(gradients(model))
         assert all(one.grad.stride() == one.stride() for one in model.parameters() if one.grad is not None)
-    return found, FORM.unpack(group.heartbeat._shown[: FORM.size])[3]
+    return found, phases
 
 
 def by_hand(model: nn.Module, lanes: int, step: int) -> list[Tensor]:
@@ -188,9 +194,9 @@ def test_ddp_leaves_the_gradients_of_all_lanes_on_every_rank(
 ) -> None:
     model = network()
     expected = [by_hand(copy.deepcopy(model), sum(per_rank), step) for step in range(3)]
-    for found, phase in thread_ranks(len(per_rank), trained, per_rank, model, bucket_mb):
+    for found, phases in thread_ranks(len(per_rank), trained, per_rank, model, bucket_mb):
         for step in range(3):
             assert len(found[step]) == len(expected[step]) == 7
             for one, other in zip(found[step], expected[step], strict=True):
                 assert torch.equal(one, other)
-        assert phase == WAITING
+        assert phases == {WAITING}, "or a rank that all wait for could not be told from them"

@@ -1,0 +1,69 @@
+"""What a launcher makes of signals, from before its agent starts until MLflow has been waited for."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from pipeline import stop_signals
+from pipeline.stop_signals import StopRequest, deferred, handled_by
+
+AGENT = "import signal, time; signal.signal(15, lambda *_: exit(7)); print(flush=True); time.sleep(60)"
+
+
+@pytest.fixture
+def agent():
+    with subprocess.Popen([sys.executable, "-c", AGENT], start_new_session=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def test_a_request_before_the_agent_reaches_it_once_it_is_there(agent) -> None:
+    stop = StopRequest()
+    with handled_by(stop.on_signal):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal == signal.SIGTERM
+        stop.agent_started(agent.pid)
+        assert agent.wait(10) == 7
+        stop.agent_ended()
+        # An engine's next one.
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert (stop.signal, stop.at_once, stop.hurried.is_set()) == (signal.SIGTERM, False, False)
+
+
+def test_a_persons_second_request_kills_and_after_the_ranks_it_ends_the_wait(agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_signals, "STORM_SECONDS", 0)
+    stop = StopRequest()
+    agent.send_signal(signal.SIGSTOP)
+    stop.agent_started(agent.pid)
+    stop.on_signal(signal.SIGINT, None)
+    assert (stop.signal, stop.at_once) == (signal.SIGINT, False)
+    stop.on_signal(signal.SIGTERM, None)
+    assert agent.wait(10) == -signal.SIGKILL
+    assert (stop.signal, stop.at_once, stop.hurried.is_set()) == (signal.SIGTERM, True, False)
+    stop.agent_ended()
+    stop.on_signal(signal.SIGINT, None)
+    assert stop.hurried.is_set()
+
+
+def test_after_the_ranks_a_first_signal_ends_the_wait_and_stops_nothing() -> None:
+    stop = StopRequest()
+    stop.agent_ended()
+    stop.on_signal(signal.SIGINT, None)
+    assert (stop.signal, stop.hurried.is_set()) == (None, True)
+
+
+def test_under_nohup_the_end_of_a_terminal_is_no_reason_to_stop() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with deferred() as signalled:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not signalled.is_set()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert signalled.is_set()
+    finally:
+        signal.signal(signal.SIGHUP, before)
