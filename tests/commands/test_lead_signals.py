@@ -49,7 +49,7 @@ def test_a_storm_of_signals_reaches_the_command_once_and_a_persons_second_as_it_
     process = led(experiment, sys.executable, "-c", RECORDER)
     assert process.stdout is not None
     until(lambda: "ready" in process.stdout.readline(), seconds=30)
-    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGHUP):
         process.send_signal(number)
         time.sleep(0.5)
     time.sleep(STORM_SECONDS)

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import yaml
 
+from pipeline.config import Config
 from pipeline.tracking.journal import last
 from tests.kit.checkout import clone_of, commit
 from tests.kit.experiment import LONGER, ROOT, Experiment, clean_environment, settings
@@ -26,7 +27,8 @@ Note = Callable[[str, object], None]
 def prepared_clone(folder: Path) -> Experiment:
     """This tree as a clone with the long experiment, using the environment that the tests run in."""
     clone_of(folder)
-    (folder / "params.yaml").write_text(yaml.safe_dump(settings(**LONGER)))
+    # Whole: DVC asks for every key that dvc.yaml names.
+    (folder / "params.yaml").write_text(yaml.safe_dump(Config.model_validate(settings(**LONGER)).model_dump()))
     (folder / ".venv").symlink_to(ROOT / ".venv")
     # Older than the environment, so that make does not install it again; and never a part of the clone.
     os.utime(folder / "requirements-dev.lock", (0, 0))

@@ -54,8 +54,10 @@ class Disk:
         self._mount()
 
     def remove(self) -> None:
-        """Unmount it, as soon as nobody has a file of it open."""
+        """Unmount it, as soon as nobody has a file of it open, nor a mount namespace that was copied from this one."""
         until(lambda: not subprocess.run(["umount", self.folder], capture_output=True).returncode, seconds=60, every_seconds=0.2)
+        attached = ["losetup", "--associated", self._image]
+        until(lambda: not subprocess.run(attached, capture_output=True, check=True).stdout, seconds=200, every_seconds=0.2)
 
     @property
     def mark(self) -> dict[str, str]:

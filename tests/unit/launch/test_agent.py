@@ -107,4 +107,5 @@ def test_a_machine_that_joins_restarts_healthy_ranks_without_asking_them_to_stop
     assert (one.process.returncode, other.process.returncode) == (0, 0)
     first = Path(next(event["folder"] for event in events))
     assert first.name == "attempt_0"
+    assert (first.parent / "attempt_1" / "0" / "stdout.log").exists()
     assert "a line of 0-0-0" in (first / "0" / "stdout.log").read_text()

@@ -12,7 +12,7 @@ import pytest
 from pipeline.config import Config, DataError, MachineError, PeerError
 from pipeline.job import Job
 from pipeline.launch import outcome
-from pipeline.launch.failures import Failure, LaunchResult
+from pipeline.launch.failures import Failure, LaunchResult, signal_name
 from pipeline.launch.outcome import broken, describe, judge, unpublished
 from pipeline.runs.status import Outcome
 
@@ -177,6 +177,10 @@ def test_a_rank_that_failed_again_and_again_is_described_with_the_reason_for_giv
 )
 def test_a_failure_is_described_in_a_few_words(failure: Failure, words: str) -> None:
     assert describe(failure, CONFIG) == words
+
+
+def test_a_signal_without_a_name_is_a_number() -> None:
+    assert [signal_name(number) for number in (9, 40)] == ["SIGKILL", "signal 40"]
 
 
 def test_a_launcher_that_cannot_go_on_names_the_file_and_the_reason() -> None:

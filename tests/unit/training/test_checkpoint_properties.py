@@ -198,6 +198,7 @@ def test_a_damaged_index_costs_no_good_checkpoint(
                 Training(home, keep)
             return
         restored = Training(home, keep)
+        assert restored.step == max(good)
         assert restored.state == good[restored.step]
         restored.save(1, 100)
         again = Training(home, keep)

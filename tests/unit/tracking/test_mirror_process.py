@@ -1,0 +1,55 @@
+"""Where a mirror sends what it reads, and how long anyone waits for it."""
+
+import signal
+import threading
+import time
+from pathlib import Path
+from threading import Event
+
+import psutil
+import pytest
+
+from pipeline.files import Paths
+from pipeline.tracking import mirror_process
+from pipeline.tracking.mirror_process import MirrorProcess, without_credentials
+
+
+def suspended_mirror(folder: Path) -> MirrorProcess:
+    """As one that is starved beside a training: it does not sleep, and gets on no further."""
+    mirror = MirrorProcess(folder / "runs" / "0123456789abcdef", Paths(folder / "params.yaml"))
+    psutil.Process(mirror._process.pid).send_signal(signal.SIGSTOP)
+    return mirror
+
+
+def test_publishing_waits_for_the_id_of_a_run_only_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror_process, "RUN_ID_SECONDS", 1)
+    mirror = suspended_mirror(tmp_path)
+    started_at = time.monotonic()
+    assert mirror.run_id(Event()) is None
+    assert 1 <= time.monotonic() - started_at < 10
+    mirror._process.kill()
+    assert mirror.settle() is not None
+
+
+def test_who_asks_again_to_stop_waits_for_no_id(tmp_path: Path) -> None:
+    mirror, hurried = suspended_mirror(tmp_path), Event()
+    threading.Timer(0.3, hurried.set).start()
+    started_at = time.monotonic()
+    assert mirror.run_id(hurried) is None
+    assert time.monotonic() - started_at < 10
+    mirror._process.kill()
+    assert mirror.settle() is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "server", "name"),
+    [
+        ("https://mlflow.example.com/team@corp", "https://mlflow.example.com/team@corp", None),
+        ("https://me:secret@mlflow.example.com/team@corp", "https://mlflow.example.com/team@corp", "me"),
+        ("https://me:p%40ss@mlflow.example.com:5000/at", "https://mlflow.example.com:5000/at", "me"),
+        ("https://me:p@ss@mlflow.example.com:5000", "https://mlflow.example.com:5000", "me"),
+    ],
+)
+def test_an_at_in_the_path_of_an_address_is_no_end_of_a_password(given: str, server: str, name: str | None) -> None:
+    uri, credentials = without_credentials(given)
+    assert (uri, credentials.get("MLFLOW_TRACKING_USERNAME")) == (server, name)
