@@ -121,17 +121,17 @@ def rendezvous(world_size: int, timeout_seconds: float) -> Rendezvous:
     return Rendezvous(store, rank, size, heartbeat, leads)
 
 
-def init_group(device_type: str, backend: str, meeting: Rendezvous, timeout_seconds: float) -> Ranks:
+def init_group(device_type: str, backend: str, info: Rendezvous, timeout_seconds: float) -> Ranks:
     """Initialize the process group."""
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_seconds)
-    dist.init_process_group(backend, store=meeting.store, rank=meeting.rank, world_size=meeting.size, timeout=timeout)
+    dist.init_process_group(backend, store=info.store, rank=info.rank, world_size=info.size, timeout=timeout)
     control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
-    return Ranks(meeting.rank, meeting.size, device, control, meeting.heartbeat, meeting.beside_rank_zero)
+    return Ranks(info.rank, info.size, device, control, info.heartbeat, info.beside_rank_zero)
 
 
 def shutdown_group(ranks: Ranks) -> None:

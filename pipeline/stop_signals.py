@@ -31,7 +31,7 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Generator[di
 
 @contextmanager
 def deferred() -> Generator[Event]:
-    """Set an event on a signal to stop, and obey it no further: the ranks have ended, and what is left takes seconds."""
+    """Set an event on a signal to stop, which is the caller's to obey."""
     signalled = Event()
     with handled_by(lambda *_: signalled.set()):
         yield signalled

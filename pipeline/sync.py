@@ -37,7 +37,7 @@ def _mirrored(run: Path, paths: Paths) -> str | None:
     log.info("%s: sending what MLflow has not heard of", run.name)
     try:
         with run_lock(run / "lock"):
-            error = MirrorProcess(run, paths, patient=True).settle()
+            error = MirrorProcess(run, paths, patient=True).wait()
     except MachineError as running:
         # It has a mirror of its own.
         log.info("%s", running)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.parallel.lanes import Lanes, Node, Task, Totals, push
+from pipeline.parallel.lanes import Lanes, Task, Totals, TreeNode, push
 from pipeline.parallel.ordered import LaneGradients, OrderedSum, add
 from pipeline.ranks import Ranks
 
@@ -69,7 +69,7 @@ class LaneBuffers:
         self._sum = OrderedSum(lanes, ranks)
         self._count = lanes.count
         self._before: list[Tensor] = []
-        self._stack: list[Node[Tensor]] = []
+        self._stack: list[TreeNode[Tensor]] = []
 
     def start(self) -> None:
         """A step begins."""

@@ -14,7 +14,7 @@ from pipeline.ranks import Ranks
 
 T = TypeVar("T")
 # A node of the tree: its first lane, how many lanes it spans, and their sum.
-Node = tuple[int, int, T]
+TreeNode = tuple[int, int, T]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def maximal_nodes(lanes: range) -> Iterator[tuple[int, int]]:
         start += size
 
 
-def push(stack: list[Node[T]], node: Node[T], add: Callable[[T, T], T]) -> None:
+def push(stack: list[TreeNode[T]], node: TreeNode[T], add: Callable[[T, T], T]) -> None:
     """Put a node on the stack and merge while the two topmost are siblings: a binary counter."""
     stack.append(node)
     while len(stack) > 1 and stack[-2][1] == stack[-1][1] and stack[-2][0] % (2 * stack[-1][1]) == 0:
@@ -58,7 +58,7 @@ def push(stack: list[Node[T]], node: Node[T], add: Callable[[T, T], T]) -> None:
         stack.append((start, 2 * size, add(left, right)))
 
 
-def fold(stack: list[Node[T]], add: Callable[[T, T], T]) -> T:
+def fold(stack: list[TreeNode[T]], add: Callable[[T, T], T]) -> T:
     """The sum of all lanes; where their number is no power of two, the last blocks are added first."""
     _, _, total = stack[-1]
     for _, _, left in reversed(stack[:-1]):

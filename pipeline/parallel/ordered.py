@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn import Parameter
 
-from pipeline.parallel.lanes import Lanes, Node, fold, maximal_nodes, push
+from pipeline.parallel.lanes import Lanes, TreeNode, fold, maximal_nodes, push
 from pipeline.ranks import Ranks
 
 
@@ -43,7 +43,7 @@ class OrderedSum:
         self._size = ranks.size
         self._nodes = [list(maximal_nodes(lanes.of(rank))) for rank in range(ranks.size)]
 
-    def scatter(self, stack: list[Node[Tensor]]) -> _Sum:
+    def scatter(self, stack: list[TreeNode[Tensor]]) -> _Sum:
         """Start to send every rank its slice of this rank's nodes."""
         numel = stack[0][2].numel()
         piece = -(-numel // self._size)
@@ -61,7 +61,7 @@ class OrderedSum:
         under_way.work.wait()
         piece = under_way.piece
         slices = iter(under_way.buffer.split(piece))
-        tree: list[Node[Tensor]] = []
+        tree: list[TreeNode[Tensor]] = []
         for nodes in self._nodes:
             for start, size in nodes:
                 push(tree, (start, size, next(slices)), add)
@@ -74,7 +74,7 @@ class OrderedSum:
         under_way.work.wait()
         return under_way.buffer[: under_way.numel]
 
-    def __call__(self, stack: list[Node[Tensor]]) -> Tensor:
+    def __call__(self, stack: list[TreeNode[Tensor]]) -> Tensor:
         """All of it at once."""
         under_way = self.scatter(stack)
         self.gather(under_way)
@@ -105,7 +105,7 @@ class LaneGradients:
         self._lanes, self._device, self._pulse = lanes, ranks.device, ranks.heartbeat
         self._parameters = parameters
         self._index: dict[Tensor, int] = {parameter: index for index, parameter in enumerate(parameters)}
-        self._stack: list[Node[list[Tensor]]] = []
+        self._stack: list[TreeNode[list[Tensor]]] = []
         self._under_way: list[_Sum] = []
 
     def keep(self, lane: int) -> None:
@@ -120,7 +120,7 @@ class LaneGradients:
     def hook(self, _: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook: the sum of a bucket over all lanes."""
         owners = bucket.parameters()
-        stack: list[Node[Tensor]] = []
+        stack: list[TreeNode[Tensor]] = []
         for start, size, gradients in self._stack:
             stack.append((start, size, _flat([gradients[self._index[owner]] for owner in owners], owners)))
         push(stack, (self._lanes.own[-1], 1, bucket.buffer()), add)

@@ -148,7 +148,7 @@ class MirrorProcess:
             write_error(self._run, read_state(self._run).error or (deaf if self._deaf_seconds > DEAF_SECONDS else receiving))
         return self._error()
 
-    def settle(self) -> str | None:
+    def wait(self) -> str | None:
         """Close the journal and wait for the mirror, however long it takes; returns an error or None."""
         self._close()
         self._process.wait()

@@ -69,8 +69,8 @@ def run(model: nn.Module, steps: Steps, parts: Parts) -> tuple[int, bool]:
             going_on = validated(model, step, parts)
             speed.restart(step)
         if going_on and step % steps.per_checkpoint == 0:
-            keep(parts, step)
-    keep(parts, step, validation_due=not going_on)
+            save_checkpoint(parts, step)
+    save_checkpoint(parts, step, validation_due=not going_on)
     return step, going_on and step == steps.total
 
 
@@ -84,7 +84,7 @@ def validated(model: nn.Module, step: int, parts: Parts) -> bool:
     return True
 
 
-def keep(parts: Parts, step: int, validation_due: bool = False) -> None:
+def save_checkpoint(parts: Parts, step: int, validation_due: bool = False) -> None:
     """Save, then journal it: in this order, as a kill between the two must not announce a missing file."""
     parts.journal.sync()
     if parts.checkpoints.save(step, parts.guard.checked_model(step), parts.optimizer, validation_due):

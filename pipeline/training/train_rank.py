@@ -170,26 +170,28 @@ def run_as_rank(main: Callable[[Job], None]) -> None:
             # The agent has gone while this process began: nobody would hear of it.
             sys.exit(1)
     job = jobs.read(Path(sys.argv[1]))
-    record(lambda: named(main, job))()
+    record(lambda: run_or_exit(main, job))()
 
 
-def named(main: Callable[[Job], None], job: Job) -> None:
+def run_or_exit(main: Callable[[Job], None], job: Job) -> None:
     """Run `main`; an error of a known kind becomes its exit code, with the reason for the launcher."""
     try:
         main(job)
     except (ConfigError, DataError, MachineError, Diverged) as error:
-        end(str(error), error.exit_code)
+        exit_with_reason(str(error), error.exit_code)
     except OSError as error:
         if error.errno not in DISK:
             raise
-        end(f"{error.filename or job.run}: {error.strerror}; see that there is room and a right to write", MachineError.exit_code)
+        exit_with_reason(
+            f"{error.filename or job.run}: {error.strerror}; see that there is room and a right to write", MachineError.exit_code
+        )
 
 
-def end(words: str, exit_code: int) -> None:
+def exit_with_reason(reason: str, exit_code: int) -> None:
     """Write the exit reason and end this process at once, without leaving the group."""
-    logging.getLogger(__name__).error("%s", words)
+    logging.getLogger(__name__).error("%s", reason)
     with contextlib.suppress(OSError):
-        heartbeat.write_exit_reason(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent, words, exit_code)
+        heartbeat.write_exit_reason(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent, reason, exit_code)
     os._exit(exit_code)
 
 

@@ -124,7 +124,7 @@ def test_an_upload_that_stalls_is_given_up_in_ten_seconds_and_sync_sends_it(
     # What the kernel holds for either side is still sent.
     assert late_seconds < 14
     proxy.mode, proxy.bytes_per_second = "pass", 1e9
-    assert MirrorProcess(run, paths, patient=True).settle() is None
+    assert MirrorProcess(run, paths, patient=True).wait() is None
     proxy.close()
     assert in_mlflow(server.uri, tmp_path.name) == kept(run)
     record_property("happened", f"given up {late_seconds:.1f} s after the last byte; sync sends it; the same SHA-256")

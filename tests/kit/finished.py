@@ -67,7 +67,7 @@ class NoMirror(MirrorProcess):
     def finish(self, hurried: Any, announce: Any, stopped: bool = False) -> str | None:
         return None
 
-    def settle(self) -> str | None:
+    def wait(self) -> str | None:
         return None
 
 

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from pipeline.parallel.lanes import Lanes, Node, fold, maximal_nodes, push
+from pipeline.parallel.lanes import Lanes, TreeNode, fold, maximal_nodes, push
 from pipeline.parallel.ordered import OrderedSum
 
 
@@ -15,9 +15,9 @@ def join(left: str, right: str) -> str:
 def tree(per_rank: list[int]) -> str:
     """The additions that ranks with these lanes make, written out: each rank its own nodes, then all nodes in order."""
     lanes = Lanes(per_rank, 0, sum(per_rank))
-    whole: list[Node[str]] = []
+    whole: list[TreeNode[str]] = []
     for rank in range(len(per_rank)):
-        own: list[Node[str]] = []
+        own: list[TreeNode[str]] = []
         for lane in lanes.of(rank):
             push(own, (lane, 1, str(lane)), join)
         assert [(start, size) for start, size, _ in own] == list(maximal_nodes(lanes.of(rank)))
@@ -44,7 +44,7 @@ def ordered_sums(group, per_rank: list[int], sizes: list[int]) -> list[str]:
     lanes = Lanes(per_rank, group.rank, sum(per_rank))
     found = []
     for size in sizes:
-        stack: list[Node[torch.Tensor]] = []
+        stack: list[TreeNode[torch.Tensor]] = []
         for lane in lanes.own:
             push(stack, (lane, 1, leaf(size, lane)), torch.Tensor.add)
         found.append(OrderedSum(lanes, group)(stack).numpy().tobytes().hex())
@@ -74,7 +74,7 @@ def test_a_plain_sum_would_not_have_the_same_bits() -> None:
         from_left = values[0]
         for value in values[1:]:
             from_left = from_left + value
-        stack: list[Node[torch.Tensor]] = []
+        stack: list[TreeNode[torch.Tensor]] = []
         for lane, value in enumerate(values):
             push(stack, (lane, 1, value), torch.Tensor.add)
         assert not torch.equal(from_left, fold(stack, torch.Tensor.add))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.heartbeat import FORM, WAITING, Heartbeat
-from pipeline.parallel.lanes import Lanes, Node, Task, fold, push
+from pipeline.parallel.lanes import Lanes, Task, TreeNode, fold, push
 from pipeline.parallel.ordered import LaneGradients, OrderedSum, _flat, _sliced, add, add_lists
 from pipeline.ranks import Ranks
 
@@ -27,7 +27,7 @@ def leaf(size: int, lane: int, dtype: torch.dtype) -> Tensor:
 
 
 def alone(size: int, lanes: int, dtype: torch.dtype) -> Tensor:
-    stack: list[Node[Tensor]] = []
+    stack: list[TreeNode[Tensor]] = []
     for lane in range(lanes):
         push(stack, (lane, 1, leaf(size, lane, dtype)), torch.Tensor.add)
     return fold(stack, torch.Tensor.add)
@@ -37,7 +37,7 @@ def together(group: Ranks, per_rank: list[int], dtype: torch.dtype) -> list[Tens
     lanes = Lanes(per_rank, group.rank, sum(per_rank))
     summed, found = OrderedSum(lanes, group), []
     for size in SIZES:
-        stack: list[Node[Tensor]] = []
+        stack: list[TreeNode[Tensor]] = []
         for lane in lanes.own:
             push(stack, (lane, 1, leaf(size, lane, dtype)), torch.Tensor.add)
         found.append(summed(stack))
@@ -83,7 +83,7 @@ def moved(group: Ranks, size: int) -> tuple[int, int, int]:
     """How long a slice is, how many numbers this rank receives, and the size of the sum."""
     lanes = Lanes([2, 1, 3], group.rank, 6)
     summed = OrderedSum(lanes, group)
-    stack: list[Node[Tensor]] = []
+    stack: list[TreeNode[Tensor]] = []
     for lane in lanes.own:
         push(stack, (lane, 1, leaf(size, lane, torch.float32)), torch.Tensor.add)
     under_way = summed.scatter(stack)
@@ -178,7 +178,7 @@ def trained(group: Ranks, per_rank: list[int], model: nn.Module, bucket_mb: floa
 
 def by_hand(model: nn.Module, lanes: int, step: int) -> list[Tensor]:
     """The same gradients without DDP and without ranks: one lane after another, summed in the tree."""
-    stack: list[Node[list[Tensor]]] = []
+    stack: list[TreeNode[list[Tensor]]] = []
     for lane in range(lanes):
         model.zero_grad()
         loss, _ = task(model).forward(model, step, lane)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline.config import Config, Dist
 from pipeline.data.order import Order
-from pipeline.parallel.lanes import Lanes, Node, fold, maximal_nodes, push
+from pipeline.parallel.lanes import Lanes, TreeNode, fold, maximal_nodes, push
 from pipeline.parallel.ordered import _sliced, add
 
 T = TypeVar("T")
@@ -36,9 +36,9 @@ def ownerships(draw: st.DrawFn) -> list[int]:
     return split(draw, lanes, draw(st.integers(1, lanes)), 1)
 
 
-def node_stacks(per_rank: list[int], leaf: Callable[[int], T], join: Callable[[T, T], T]) -> list[list[Node[T]]]:
+def node_stacks(per_rank: list[int], leaf: Callable[[int], T], join: Callable[[T, T], T]) -> list[list[TreeNode[T]]]:
     """What every rank has added up alone."""
-    stacks: list[list[Node[T]]] = []
+    stacks: list[list[TreeNode[T]]] = []
     for rank in range(len(per_rank)):
         stacks.append([])
         for lane in Lanes(per_rank, rank, sum(per_rank)).own:
@@ -46,8 +46,8 @@ def node_stacks(per_rank: list[int], leaf: Callable[[int], T], join: Callable[[T
     return stacks
 
 
-def tree(stacks: list[list[Node[T]]], join: Callable[[T, T], T]) -> T:
-    whole: list[Node[T]] = []
+def tree(stacks: list[list[TreeNode[T]]], join: Callable[[T, T], T]) -> T:
+    whole: list[TreeNode[T]] = []
     for stack in stacks:
         for node in stack:
             push(whole, node, join)

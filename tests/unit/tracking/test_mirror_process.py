@@ -28,7 +28,7 @@ def test_publishing_waits_for_the_id_of_a_run_only_so_long(tmp_path: Path, monke
     assert mirror.run_id(Event()) is None
     assert 1 <= time.monotonic() - started_at < 10
     mirror._process.kill()
-    assert mirror.settle() is not None
+    assert mirror.wait() is not None
 
 
 def test_who_asks_again_to_stop_waits_for_no_id(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_who_asks_again_to_stop_waits_for_no_id(tmp_path: Path) -> None:
     assert mirror.run_id(hurried) is None
     assert time.monotonic() - started_at < 10
     mirror._process.kill()
-    assert mirror.settle() is not None
+    assert mirror.wait() is not None
 
 
 @pytest.mark.parametrize(
