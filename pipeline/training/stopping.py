@@ -5,7 +5,6 @@ from collections.abc import Callable
 from types import FrameType
 
 from pipeline.ranks import Ranks
-from pipeline.stop_signals import STOP_SIGNALS
 
 
 class Stop:
@@ -15,7 +14,7 @@ class Stop:
         self._ranks, self._alarm_seconds = ranks, alarm_seconds
         self._asked = False
         self._answer: Callable[[], bool] | None = None
-        for number in STOP_SIGNALS:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._ask)
 
     def _ask(self, number: int, _: FrameType | None) -> None:
