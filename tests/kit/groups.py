@@ -34,7 +34,9 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[li
 
     def run(size: int, *work: tuple[Callable[..., Any], tuple[Any, ...]], device: str = "cpu") -> list[list[Any]]:
         folder = tmp_path_factory.mktemp("ranks")
-        context = processes.get_context("spawn")
+        # Forked from a server that has imported what takes seconds, and has no threads.
+        context = processes.get_context("forkserver")
+        context.set_forkserver_preload(["pipeline.training.train_rank", "torch._dynamo"])
         parts = [(rank, size, str(folder), device, list(work)) for rank in range(size)]
         started = [context.Process(target=_as_rank, args=part, daemon=True) for part in parts]
         for process in started:
