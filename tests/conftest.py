@@ -37,13 +37,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-golden", action="store_true", help="write tests/golden anew for this kind of machine")
 
 
+def answers(*words: str) -> bool:
+    return shutil.which(words[0]) is not None and subprocess.run(words, capture_output=True).returncode == 0
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     no_gpu = not torch.cuda.is_available()
-    no_engine = shutil.which("docker") is None or subprocess.run(["docker", "info"], capture_output=True).returncode != 0
+    no_engine, no_slurm = (not answers(*words) for words in (("docker", "info"), ("sinfo",)))
     for item in items:
         if no_gpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
-        if shutil.which("sbatch") is None and item.get_closest_marker("slurm"):
+        if no_slurm and item.get_closest_marker("slurm"):
             item.add_marker(pytest.mark.skip(reason=NO_SLURM))
         if no_engine and item.get_closest_marker("docker"):
             item.add_marker(pytest.mark.skip(reason="no Docker engine answers here"))
