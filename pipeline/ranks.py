@@ -38,9 +38,12 @@ class Ranks:
 
     def while_others_wait(self, thing: Callable[[], None], phase: int = COMPUTING) -> None:
         """Run `thing` on rank 0, however long it takes; every rank waits for it. Ranks of other machines beat meanwhile, as rank 0 does."""
-        beats = self.rank == 0 or not self.beside_rank_zero
-        with self.heartbeat.beating(phase) if beats else contextlib.nullcontext(self.heartbeat.waiting()):
+        with self.on_rank_zero(lambda: self.heartbeat.beating(phase), contextlib.nullcontext()):
             self.on_rank_zero(thing, None)
+        # Not rank 0: that nobody comes to meet it must be seen.
+        waiting = contextlib.nullcontext() if self.beside_rank_zero else self.heartbeat.beating(phase)
+        self.heartbeat.waiting()
+        with waiting:
             self.start_logical_or(False)()
 
     def gather_rows(self, rows: Tensor, rows_per_rank: list[int]) -> Tensor:

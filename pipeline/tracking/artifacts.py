@@ -1,6 +1,7 @@
 """The files of a run in MLflow: the checkpoints that it keeps, and the finished model."""
 
 import contextlib
+import os
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from typing import Any
 from pipeline.tracking.journal import CHECKPOINTS
 from pipeline.tracking.mlflow_flavor import Program
 
+# The number of the pipe for `report_answers`.
+ANSWERS = "LOCKSTEP_ANSWERS"
 MODEL_TAG = "lockstep.model"
 # How long a server may take to answer, or to take another piece, in an upload: it answers when it has stored the whole file.
 UPLOAD_SECONDS = 120
@@ -36,6 +39,26 @@ def limit_send_buffers() -> None:
 
     options: Any = HTTPConnection.default_socket_options
     options.append((socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES))
+
+
+def report_answers(pipe: int) -> None:
+    """Write a byte for every answer of a server: whoever waits for this process sees that it gets on, however slow the server is."""
+    from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
+
+    for pool in (HTTPConnectionPool, HTTPSConnectionPool):
+        pool.ConnectionCls = _reporting(pool.ConnectionCls, pipe)
+
+
+def _reporting(connection: Any, pipe: int) -> Any:
+    class Reporting(connection):
+        def getresponse(self, *arguments: Any, **named: Any) -> Any:
+            answer = super().getresponse(*arguments, **named)
+            # A full pipe has told enough, and one without a reader is asked for nothing.
+            with contextlib.suppress(OSError):
+                os.write(pipe, b".")
+            return answer
+
+    return Reporting
 
 
 def send_checkpoints(client: Any, run_id: str, run: Path) -> None:

@@ -21,7 +21,7 @@ from pipeline.files import locked
 from pipeline.stop_signals import STOP_SIGNALS
 from pipeline.tracking import artifacts
 from pipeline.tracking.database import opening
-from pipeline.tracking.journal import Tail, last, read
+from pipeline.tracking.journal import CHECKPOINT, Tail, last, read
 from pipeline.tracking.mirror_state import State, error_line, read_state, server_id, write_error, write_state
 from pipeline.tracking.mlflow_flavor import Program
 
@@ -45,6 +45,7 @@ class Mirror:
         self._mlflow, self._metric, self._param, self._tag = mlflow, Metric, Param, RunTag
         self._run = run
         self._pending: list[Any] = []
+        self._has_new_checkpoints = False
         with opening(mlflow.get_tracking_uri()):
             self._client = mlflow.MlflowClient()
         self._state = self._known(read_state(run), server_id(mlflow.get_tracking_uri()))
@@ -69,6 +70,10 @@ class Mirror:
                 self._pending += [self._metric(name, value, line["at"], line["step"]) for name, value in line["values"].items()]
                 if len(self._pending) < BATCH:
                     continue
+            elif line["kind"] == CHECKPOINT:
+                # Of several that are new, one is enough: MLflow gets those that the run keeps now.
+                self._has_new_checkpoints = True
+                continue
             self._flush()
             handler = getattr(self, f"_on_{line['kind']}", None)
             if handler is not None:
@@ -80,6 +85,7 @@ class Mirror:
     def failed(self) -> None:
         """Go back to what is certain to be in MLflow."""
         self._pending.clear()
+        self._has_new_checkpoints = False
         self._tail.offset = self._state.offset
 
     def settle(self) -> None:
@@ -125,6 +131,9 @@ class Mirror:
         for start in range(0, len(self._pending), BATCH):
             self._client.log_batch(self._state.run_id, metrics=self._pending[start : start + BATCH])
         self._pending.clear()
+        if self._has_new_checkpoints:
+            artifacts.send_checkpoints(self._client, self._state.run_id, self._run)
+            self._has_new_checkpoints = False
 
     def _on_run(self, line: dict[str, Any]) -> None:
         """Find the run by our own tag before creating it: a create that was repeated would make two."""
@@ -161,9 +170,6 @@ class Mirror:
         with artifacts.uploading():
             self._client.log_artifact(self._state.run_id, str(self._inside(line["path"])), line["folder"])
 
-    def _on_checkpoint(self, _: dict[str, Any]) -> None:
-        artifacts.send_checkpoints(self._client, self._state.run_id, self._run)
-
     def _on_model(self, line: dict[str, Any]) -> None:
         program = Program(self._inside(line["path"]), line["shape"], line.get("num_classes", -1))
         artifacts.send_model(self._client, self._state.run_id, self._state.experiment_id, program)
@@ -187,6 +193,8 @@ def follow(run: Path, closed: threading.Event) -> bool:
     from sqlalchemy.exc import SQLAlchemyError
 
     artifacts.limit_send_buffers()
+    if artifacts.ANSWERS in os.environ:
+        artifacts.report_answers(int(os.environ[artifacts.ANSWERS]))
     write_error(run, None)
     mirror: Mirror | None = None
     while True:

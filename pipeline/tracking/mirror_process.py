@@ -16,6 +16,7 @@ import psutil
 
 from pipeline.config import ConfigError
 from pipeline.files import Paths
+from pipeline.tracking.artifacts import ANSWERS
 from pipeline.tracking.journal import last
 from pipeline.tracking.mirror_state import read_state, server_id, write_error
 
@@ -103,16 +104,20 @@ class MirrorProcess:
         write_error(run, None)
         uri, credentials = server_and_credentials(paths)
         self._server = server_id(uri)
+        self._answers, writer = os.pipe()
+        os.set_blocking(self._answers, False)
+        os.set_blocking(writer, False)
         with (run / "logs" / "mirror.log").open("a") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pipeline.tracking.mirror", str(run)],
                 cwd=Path(__file__).parents[2],
-                env=(PATIENT if patient else QUICK_TO_FAIL) | os.environ | credentials | {"MLFLOW_TRACKING_URI": uri},
+                env=(PATIENT if patient else QUICK_TO_FAIL) | os.environ | credentials | {"MLFLOW_TRACKING_URI": uri, ANSWERS: str(writer)},
+                pass_fds=(writer,),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
             )
-
+        os.close(writer)
         self._mirror = psutil.Process(self._process.pid)
         self._progress = (0, 0)
         self._deaf_seconds = 0.0
@@ -146,12 +151,14 @@ class MirrorProcess:
             deaf = f"the server has not answered in {self._deaf_seconds:.0f} s"
             receiving = f"the server was still receiving after {time.monotonic() - started_at:.0f} s"
             write_error(self._run, read_state(self._run).error or (deaf if self._deaf_seconds > DEAF_SECONDS else receiving))
+        os.close(self._answers)
         return self._error()
 
     def wait(self) -> str | None:
         """Close the journal and wait for the mirror, however long it takes; returns an error or None."""
         self._close()
         self._process.wait()
+        os.close(self._answers)
         return self._error()
 
     def _close(self) -> None:
@@ -170,11 +177,18 @@ class MirrorProcess:
         time.sleep(0.05)
         with contextlib.suppress(psutil.NoSuchProcess):
             progress = (read_state(self._run).offset, self._read_bytes())
-            if counts_progress and (progress[0] != self._progress[0] or progress[1] > self._progress[1] + PROGRESS_BYTES):
+            got_on = progress[0] != self._progress[0] or progress[1] > self._progress[1] + PROGRESS_BYTES
+            if counts_progress and (self._was_answered() or got_on):
                 self._progress, self._deaf_seconds = progress, 0.0
             elif self._mirror.status() == psutil.STATUS_SLEEPING:
                 self._deaf_seconds += 0.05
         return True
+
+    def _was_answered(self) -> bool:
+        """Return True if a server has answered the mirror since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            return bool(os.read(self._answers, 1 << 16))
+        return False
 
     def _read_bytes(self) -> int:
         """Return how much the mirror has read: in an upload, how much of the file it has sent."""

@@ -22,7 +22,7 @@ EVERY_STEPS = 20
 def disk(tmp_path: Path) -> Iterator[Disk]:
     disk = Disk(tmp_path)
     yield disk
-    disk.remove()
+    disk.detach()
 
 
 def step_of(path: str | None) -> int:

@@ -88,11 +88,11 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.fault(38, "48 MB to a real server over a link of 0.7 MB/s, which answers 7 s after it has them: over a minute")
+@pytest.mark.fault(38, "48 MB to a real server over a link of 0.7 MB/s, which answers 5 s after it has them: over a minute")
 def test_an_upload_that_advances_is_waited_for(
     run: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Note
 ) -> None:
-    proxy = Proxy(server.uri, bytes_per_second=0.7 * MEGABYTE, late_seconds=7)
+    proxy = Proxy(server.uri, bytes_per_second=0.7 * MEGABYTE, late_seconds=5)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", proxy.uri)
     announced: list[str] = []
     paths, started_at = Paths(tmp_path / "params.yaml"), time.monotonic()

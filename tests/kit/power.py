@@ -59,6 +59,10 @@ class Disk:
         attached = ["losetup", "--associated", self._image]
         until(lambda: not subprocess.run(attached, capture_output=True, check=True).stdout, seconds=200, every_seconds=0.2)
 
+    def detach(self) -> None:
+        """Unmount it once nobody has a file of it open any more, such as a database that a test has looked into."""
+        subprocess.run(["umount", "--lazy", self.folder], check=True)
+
     @property
     def mark(self) -> dict[str, str]:
         """What is in the environment of every process that this disk's power is for."""

@@ -20,7 +20,7 @@ def shown(heartbeat: Heartbeat) -> tuple[int, int]:
 @pytest.mark.fault(38, "rank 0 writes for longer than a rank may stand still")
 def test_while_rank_zero_works_ranks_of_other_machines_beat_and_those_beside_it_do_not(thread_ranks: Callable[..., list[Any]]) -> None:
     def work(group: Ranks) -> tuple[list[float], float, tuple[int, int]]:
-        group = replace(group, beside_rank_zero=group.rank < 2)
+        group = replace(group, beside_rank_zero=group.rank < 2, heartbeat=Heartbeat(None))
         done: list[float] = []
 
         def write() -> None:
@@ -34,5 +34,16 @@ def test_while_rank_zero_works_ranks_of_other_machines_beat_and_those_beside_it_
     assert (len(done), nothing) == (1, [])
     assert min(beside_at, other_at) >= done[0], "all wait for it"
     # One by hand, one a second from a thread.
-    assert (first[0], other[0], first[1] >= 3, other[1] >= 3) == (COMPUTING, COMPUTING, True, True)
+    assert (first[0], other[0], first[1] >= 4, other[1] >= 4) == (WAITING, COMPUTING, True, True)
     assert beside == (WAITING, 1)
+
+
+def test_rank_zero_that_nobody_meets_after_its_work_shows_that_it_waits(thread_ranks: Callable[..., list[Any]]) -> None:
+    def work(group: Ranks) -> tuple[int, int]:
+        group = replace(group, beside_rank_zero=True, heartbeat=Heartbeat(None))
+        if group.rank == 1:
+            time.sleep(2.5)
+        group.while_others_wait(lambda: None)
+        return shown(group.heartbeat)
+
+    assert thread_ranks(2, work)[0] == (WAITING, 2)
