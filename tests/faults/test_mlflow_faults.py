@@ -79,7 +79,7 @@ def tag_of(experiment: Experiment) -> str:
 
 def late_seconds(experiment: Experiment, process: subprocess.Popen[str]) -> tuple[str, float]:
     """What it said, and how long after the last word of its journal it ended."""
-    said, _ = process.communicate(timeout=200)
+    said, _ = process.communicate(timeout=600)
     assert process.returncode == 0, said
     return said, time.time() - last(experiment.run_folder / "journal.jsonl", "ended")["at"] / 1000
 
@@ -151,6 +151,7 @@ def test_a_bad_server_makes_the_exit_late_by_ten_seconds_at_most(
     record_property("happened", f"{mode}: exit 0, {late:.1f} s late, one warning; {speed}; after sync the same as baseline")
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.fault(17, "behind a proxy every call takes 3 s")
 def test_a_slow_server_is_waited_for_as_long_as_it_takes_what_it_is_sent(
     baseline: Experiment, experiment: Experiment, server: Server, record_property: Note
