@@ -29,10 +29,10 @@ PYTEST := python -m pytest --durations=15
 PARALLEL := -n logical --maxprocesses=4 --dist loadfile
 
 test: $(READY) ## set up, then the tests that need neither containers nor long campaigns
-	@$(PYTEST) $(PARALLEL) -m "$(FAST)" && $(PYTEST) $(PARALLEL) -m "slow and not fault and not docker and not gpu and not system"
+	@$(PYTEST) $(PARALLEL) -m "$(FAST)" && $(PYTEST) $(PARALLEL) -m "slow and not (fault or chaos or docker or gpu or system)"
 
 test-all: test ## the same, then faults, containers and chaos
-	@$(PYTEST) $(PARALLEL) -m "slow and fault and not docker and not gpu and not system" && $(PYTEST) -m "(docker or gpu) and not system"
+	@$(PYTEST) $(PARALLEL) -m "slow and (fault or chaos) and not (docker or gpu or system)" && $(PYTEST) -m "(docker or gpu) and not system"
 
 test-systems: $(READY) ## another Debian, with another Python; an image built without a cache
 	@$(PYTEST) -m system

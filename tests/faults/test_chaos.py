@@ -31,6 +31,7 @@ def test_a_hundred_faults_are_of_every_kind(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.chaos
 def test_random_faults_change_no_bit_and_leave_nothing_behind() -> None:
     words = [sys.executable, "-m", "tests.faults.chaos", f"--seed={seed()}", "--faults=4", "--jobs=1"]
     done = subprocess.run(words, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=580)
