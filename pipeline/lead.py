@@ -88,7 +88,7 @@ class SignalRelay:
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
         """Pass a signal on, unless it belongs to the same request as the first: engines signal all processes at once, several times."""
-        now, first = time.monotonic(), self._requested_at == -math.inf
+        now, first = time.monotonic(), not self.requested
         if first:
             self._requested_at = now
         elif now < self._requested_at + STORM_SECONDS:

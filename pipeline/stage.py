@@ -44,17 +44,23 @@ class RankStage:
         """Run the ranks to their end and return the exit code; `publish`, which may ask for MLflow's run id, returns a line about it."""
         stop = StopRequest()
         with handled_by(stop.on_signal) as before:
-            try:
-                members = self._membership(progress.say)
-            except StopRequested as request:
-                return self._stopped_before_start(str(request), progress)
-            try:
-                return self._run(module, members, self._opened(header, tags), (progress, stop), publish)
-            finally:
-                members.end_job(PeerError.exit_code)
-                if stop.signal is not None:
-                    # What an engine repeats is not to end this process with another code.
-                    before.update(dict.fromkeys(before, signal.SIG_IGN))
+            code = self._code(module, header, tags, (progress, stop), publish)
+            if code == status.STOPPED:
+                # What an engine repeats is not to end this process with another code.
+                before.update(dict.fromkeys(before, signal.SIG_IGN))
+        return code
+
+    def _code(
+        self, module: str, header: dict[str, Any], tags: dict[str, Any], around: tuple[Progress, StopRequest], publish: Publish
+    ) -> int:
+        try:
+            members = self._membership(around[0].say)
+        except StopRequested as request:
+            return self._stopped_before_start(str(request), around[0])
+        try:
+            return self._run(module, members, self._opened(header, tags), around, publish)
+        finally:
+            members.end_job(PeerError.exit_code)
 
     def _membership(self, say: Callable[[str], None]) -> Membership:
         """Return the machines of the job, ready to begin."""
@@ -95,6 +101,8 @@ class RankStage:
             end = outcome.judge(result, job, checkpoints.newest(run), self.command)
         except outcome.EXPECTED as error:
             end = outcome.broken(error, step, checkpoints.newest(run), self.command)
+        # Also where there was none: from here on there is only MLflow to wait for.
+        stop.agent_ended()
         message = status.message(end)
         try:
             journal.event("attempt-ended", stage=self._stage, elapsed_seconds=time.monotonic() - started_at)
@@ -180,11 +188,14 @@ def errors_in_status(job: Job, stage: str, paths: Paths) -> Generator[None]:
     try:
         yield
     except outcome.EXPECTED as error:
-        step = 0
+        step, checkpoint = 0, None
+        # Either may be what is damaged.
         with suppress(*outcome.EXPECTED):
             step = journals.last(job.journal, "metrics").get("step", 0)
+        with suppress(*outcome.EXPECTED):
+            checkpoint = checkpoints.newest(job.run)
         with suppress(OSError):
-            outcome.broken(error, step, checkpoints.newest(job.run), command_of(stage, paths)).write(job.run)
+            outcome.broken(error, step, checkpoint, command_of(stage, paths)).write(job.run)
         raise
 
 

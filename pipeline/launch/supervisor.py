@@ -40,7 +40,7 @@ class Observer(Protocol):
         ...
 
     def stop_requested(self) -> bool:
-        """Return True if another machine of the job was told to stop."""
+        """Return True if the job is to stop for a request that did not come as a signal to this process while the agent ran."""
         ...
 
     def is_done(self, idle_seconds: float) -> bool:
