@@ -1,6 +1,7 @@
 """The source that computes in one experiment: every module that a rank of it imports, by its syntax tree."""
 
 import ast
+import functools
 import hashlib
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def source_digests(config: Config, *entries: str) -> dict[str, str]:
         if path is None or name in found or name in RECORDS:
             continue
         try:
-            module = _Module(ast.parse(path.read_bytes()))
+            module = _module(path.read_bytes())
         except SyntaxError as error:
             raise ConfigError(f"{path}:{error.lineno}: not Python: {error.msg}") from None
         found[name] = hashlib.sha256("\0".join(module.words).encode()).hexdigest()[:16]
@@ -52,6 +53,11 @@ def _file(name: str) -> Path | None:
     """The file of one of our modules; None for a name within a module."""
     path = PACKAGE.joinpath(*name.split("."))
     return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
+
+
+@functools.cache
+def _module(source: bytes) -> "_Module":
+    return _Module(ast.parse(source))
 
 
 class _Module:

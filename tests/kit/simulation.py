@@ -26,6 +26,8 @@ class Process:
     def __init__(self, world: "World", name: str, body: Callable[["Process"], Any], starts_at: float):
         self.world, self.name, self.wakes_at = world, name, starts_at
         self.alive, self.ended_at, self.result = True, float("inf"), None
+        # Its thread takes no further turn, even if it has not quite gone.
+        self.took_last_turn = False
         # What a signal does to it at its next point.
         self.signalled: Callable[[], None] | None = None
         # The handler of SIGTERM; without one it ends the process.
@@ -46,7 +48,7 @@ class Process:
             pass
         except Exception as error:
             self.world.violations.append(f"{self.name} ended with {error!r}")
-        self.alive, self.ended_at = False, self.world.now
+        self.alive, self.ended_at, self.took_last_turn = False, self.world.now, True
         self.world.pass_turn(None)
 
     def _go_on(self) -> None:
@@ -99,7 +101,7 @@ class World:
         self._finished.acquire()
         self.over = True
         for process in self.processes:
-            if process.thread.is_alive():
+            if not process.took_last_turn:
                 process.give_turn()
                 self._finished.acquire()
             process.thread.join()
