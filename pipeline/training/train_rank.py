@@ -84,7 +84,8 @@ def fix_bits(job: Job) -> None:
     # cuBLAS reads its part at its first call; a rank that the launcher has not started may lack it.
     os.environ |= FIXED
     torch.set_num_threads(job.config.dist.threads_per_rank)
-    torch.use_deterministic_algorithms(True)
+    # Deterministic algorithms or an error; `use_deterministic_algorithms` imports the compiler first, for two seconds.
+    torch.set_deterministic_debug_mode("error")
     # Filling fresh memory finds bugs, and costs a pass over every tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cudnn.benchmark = False
