@@ -147,8 +147,11 @@ def test_the_same_experiment_on_another_placement_is_recognised_in_seconds(basel
     logs = list(copy.run_folder.glob("logs/*"))
     copy.set(**LONGER, dist__world_size=4, dist__batch_size_per_gpu=24)
     before = child_cpu_seconds()
+    subprocess.run([sys.executable, "-c", "import mlflow.store.tracking.sqlalchemy_store"], check=True)
+    importing, before = child_cpu_seconds() - before, child_cpu_seconds()
     said = copy.run("train")
-    assert child_cpu_seconds() - before < 5
+    # MLflow is asked by a process that imports it; a rank costs as much again, and so does an agent.
+    assert child_cpu_seconds() - before < 3 * importing
     assert "finished already, published again" in said
     assert list(copy.run_folder.glob("logs/*")) == logs, "ranks were started"
     assert (copy.folder / "models/receipt.json").read_bytes() == (baseline.folder / "models/receipt.json").read_bytes()

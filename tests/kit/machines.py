@@ -94,7 +94,9 @@ class Machines:
                 break
         verdict = lead.verdict_of(code, store)
         store.put("verdict", verdict)
-        lead.wait_for_goodbyes(store, self.needed, 0.0, SimpleNamespace(hurried=False), SimulatedClock(process))  # type: ignore[arg-type]
+        # `lead` passes on to its stage what it is told.
+        relay = SimpleNamespace(hurried=False, requested="stage" in self.signalled)
+        lead.wait_for_goodbyes(store, self.needed, 0.0, relay, SimulatedClock(process))  # type: ignore[arg-type]
         self.server.is_open = False
         return verdict
 

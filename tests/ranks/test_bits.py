@@ -13,7 +13,7 @@ from pipeline.training import train_rank
 from pipeline.training.checkpoint import weights_sha256
 from tests.kit.experiment import make_job
 
-# Six steps an epoch, 18 in all; a ResNet-18, whose step takes a second, has half of each.
+# Six steps an epoch, 18 in all; a ResNet-18, whose step takes a second, has half of both.
 SHAPE: dict[str, Any] = {"data": {"name": "synthetic:336"}, "train__epochs": 3, "train__learning_rate": 0.02, "checkpoint__every_steps": 4}
 CASES: dict[str, dict[str, Any]] = {
     "lenet, crop-flip, bf16": {"model__name": "lenet", "data": {"name": "synthetic:336", "augment": "crop-flip"}, "precision": "bf16"},
@@ -24,14 +24,15 @@ CASES: dict[str, dict[str, Any]] = {
         "data": {"name": "synthetic:168", "augment": "crop-flip", "image_size": 12},
         "train__learning_rate": 0.01,
     },
-    "resnet18, bf16": {"model__name": "resnet18", "data": {"name": "synthetic:168", "image_size": 12}, "precision": "bf16"},
 }
 # Trained on fewer placements.
 EIGHT_LANES = "mlp, constant rate, label smoothing, eight lanes"
 TORCHVISION = "a model of torchvision"
+RESNET_BF16 = "resnet18, bf16"
 FEW: dict[str, dict[str, Any]] = {
     EIGHT_LANES: {"model__name": "mlp", "train__schedule": "constant", "train__label_smoothing": 0.1},
     TORCHVISION: {"model__name": "torchvision:shufflenet_v2_x0_5", "data": {"name": "synthetic:336", "image_size": 32}},
+    RESNET_BF16: {"model__name": "resnet18", "data": {"name": "synthetic:168", "image_size": 12}, "precision": "bf16"},
 }
 
 
@@ -44,7 +45,11 @@ class Placement(NamedTuple):
 
 
 PLACEMENTS = [Placement(1), Placement(2), Placement(2, (3, 1)), Placement(3), Placement(3, (1, 1, 2)), Placement(4)]
-FEW_PLACEMENTS = {EIGHT_LANES: [Placement(1), Placement(3, (2, 3, 3)), Placement(2, None, 2)], TORCHVISION: [Placement(1), Placement(2)]}
+FEW_PLACEMENTS = {
+    EIGHT_LANES: [Placement(1), Placement(3, (2, 3, 3)), Placement(2, None, 2)],
+    TORCHVISION: [Placement(1), Placement(2)],
+    RESNET_BF16: [Placement(1), Placement(3, (1, 1, 2))],
+}
 
 
 def placed() -> list[tuple[str, Placement]]:

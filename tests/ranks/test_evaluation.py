@@ -106,11 +106,11 @@ def test_train_and_evaluate_make_one_run_that_tells_all(experiment: Experiment) 
     experiment.set(**SHAPE).run("prepare")
     experiment.run("train", DVC_EXP_NAME="named-by-dvc")
     found = []
-    for world_size in (1, 2, 3):
+    for world_size in (1, 3):
         experiment.set(**SHAPE, dist__world_size=world_size)
         assert "test accuracy" in experiment.run("evaluate")
         found.append(experiment.json("metrics/eval.json"))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     assert found[0]["total"] == 1009
     assert found[0]["accuracy"] == found[0]["correct"] / 1009
     check_tables(experiment, found[0])
