@@ -125,7 +125,8 @@ def train(job: Job, group: Ranks, journal: Writer) -> tuple[nn.Module, int, bool
     )
     optimizer = schedule.optimizer(config.train, list(model.parameters()))
     steps = plan(job, order)
-    evaluation = Evaluation(store.open_split(job.prepared, "validation"), pixels, manifest.num_classes, group)
+    validation = store.open_split(job.prepared, "validation")
+    evaluation = Evaluation(validation, pixels, manifest.num_classes, group, resident(validation, group.device, free_bytes(group.device)))
     stop = Stop(group, alarm_seconds(config.dist.grace_seconds))
 
     def explain(step: int) -> str:
@@ -150,9 +151,13 @@ def train(job: Job, group: Ranks, journal: Writer) -> tuple[nn.Module, int, bool
 def batches(job: Job, pixels: Pixels, order: Order, own: range) -> Batches:
     """Return the training batches of one rank."""
     split = store.open_split(job.prepared, "train")
-    free_bytes = torch.cuda.mem_get_info(pixels.device)[0] if pixels.device.type == "cuda" else 0
     transform = augment.build(job.config.data.augment, job.config.seed, len(split.labels))
-    return Batches(split, order, transform, pixels, own, resident(split, pixels.device, free_bytes))
+    return Batches(split, order, transform, pixels, own, resident(split, pixels.device, free_bytes(pixels.device)))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return how much memory of a GPU is free; 0 for a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def plan(job: Job, order: Order) -> loop.Steps:
