@@ -58,8 +58,9 @@ class OrderedSum:
         counts = [len(nodes) for nodes in self._nodes]
         received = torch.empty(piece * sum(counts), dtype=out.dtype, device=out.device)
         # Without sizes where they are equal: a backend may have a faster way for that.
-        sizes = None if len(set(counts)) == 1 else ([piece * count for count in counts], [piece * len(stack)] * self._size)
-        work = dist.all_to_all_single(received, send, *(sizes or ()), async_op=True)
+        equal = len(set(counts)) == 1
+        to_here, from_here = (None, None) if equal else ([piece * count for count in counts], [piece * len(stack)] * self._size)
+        work = dist.all_to_all_single(received, send, to_here, from_here, async_op=True)
         return _Sum(out, list(received.split(piece)), work)
 
     def gather(self, under_way: _Sum) -> None:

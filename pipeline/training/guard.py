@@ -67,11 +67,11 @@ class NonFiniteGuard:
         kept = dict(self._model.state_dict().items())
         for index, state in self._optimizer.state_dict()["state"].items():
             kept |= {f"optimizer.{index}.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
-        names, tensors = zip(*((name, tensor) for name, tensor in kept.items() if tensor.is_floating_point() and tensor.numel()), strict=True)
+        kept = {name: tensor for name, tensor in kept.items() if tensor.is_floating_point() and tensor.numel()}
         # One look at the device, however many there are.
-        good = torch.stack(torch._foreach_norm(tensors, math.inf)).isfinite().tolist()  # pyright: ignore
+        good = torch.stack(torch._foreach_norm(list(kept.values()), math.inf)).isfinite().tolist()  # pyright: ignore
         if not all(good):
-            raise Diverged(f"training diverged: {names[good.index(False)]} holds NaN or infinity after step {step}; {CURE}")
+            raise Diverged(f"training diverged: {list(kept)[good.index(False)]} holds NaN or infinity after step {step}; {CURE}")
         return self._model
 
 

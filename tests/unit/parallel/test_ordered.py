@@ -40,7 +40,12 @@ def together(group: Ranks, per_rank: list[int], dtype: torch.dtype) -> list[Tens
         stack: list[TreeNode[Tensor]] = []
         for lane in lanes.own:
             push(stack, (lane, 1, leaf(size, lane, dtype)), torch.Tensor.add)
-        found.append(summed(stack))
+        # In a node of its own, or elsewhere.
+        out = stack[-1][2] if size % 2 else torch.empty(size, dtype=dtype)
+        under_way = summed.scatter(stack, out)
+        summed.gather(under_way)
+        assert summed.result(under_way) is out
+        found.append(out)
     return found
 
 
@@ -64,7 +69,8 @@ def late(group: Ranks, at: str) -> Tensor:
     summed = OrderedSum(lanes, group)
     if group.rank == 2 and at == "scatter":
         time.sleep(0.1)
-    under_way = [summed.scatter([(group.rank, 1, leaf(60000, group.rank, torch.float32))]) for _ in range(2)]
+    values = [leaf(60000, group.rank, torch.float32) for _ in range(2)]
+    under_way = [summed.scatter([(group.rank, 1, value)], value) for value in values]
     if group.rank == 2 and at == "gather":
         time.sleep(0.1)
     for one in under_way:
@@ -86,8 +92,8 @@ def moved(group: Ranks, size: int) -> tuple[int, int, int]:
     stack: list[TreeNode[Tensor]] = []
     for lane in lanes.own:
         push(stack, (lane, 1, leaf(size, lane, torch.float32)), torch.Tensor.add)
-    under_way = summed.scatter(stack)
-    found = under_way.piece, under_way.buffer.numel()
+    under_way = summed.scatter(stack, torch.empty(size))
+    found = under_way.slices[0].numel(), sum(one.numel() for one in under_way.slices)
     summed.gather(under_way)
     return *found, summed.result(under_way).numel()
 
