@@ -165,8 +165,11 @@ def batches(job: Job, pixels: Pixels, order: Order, own: range) -> Batches:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how much memory of a GPU is free; 0 for a CPU."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    """Return this rank's share of a GPU's free memory; 0 for a CPU."""
+    if device.type == "cpu":
+        return 0
+    sharing = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.cuda.device_count())
+    return torch.cuda.mem_get_info(device)[0] // sharing
 
 
 def plan(job: Job, order: Order) -> loop.Steps:
