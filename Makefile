@@ -35,7 +35,8 @@ test-all: test ## the same, then faults, containers and chaos
 	@$(PYTEST) $(PARALLEL) -m "slow and (fault or chaos) and not (docker or gpu or system)" && $(PYTEST) -m "(docker or gpu) and not system"
 
 test-systems: $(READY) ## another Debian, with another Python; an image built without a cache
-	@$(PYTEST) -m system
+	@LOCKSTEP_NO_SKIPS=1 $(PYTEST) -m system
+	@sha256sum requirements.lock requirements-dev.lock Dockerfile tests/containers/test_other_system.py > .ci/systems.sha256
 
 test-fast: $(READY) ## the fast tests
 	@$(PYTEST) $(PARALLEL) -m "$(FAST)"
