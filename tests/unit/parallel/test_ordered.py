@@ -197,20 +197,16 @@ def trained(group: Ranks, per_rank: list[int], model: nn.Module, bucket_mb: floa
     parallel = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     kept = LaneGradients(lanes, group, [one for one in model.parameters() if one.requires_grad])
     parallel.register_comm_hook(None, kept.hook)
-    found, phases, scatter, gather = [], set(), kept._sum.scatter, kept._sum.gather
+    found, phases = [], set()
 
-    def phase() -> int:
-        return FORM.unpack(group.heartbeat._shown[: FORM.size])[3]
+    def watched(name: str, move: Callable[..., Any]) -> Callable[..., Any]:
+        def observed(*words: Any) -> Any:
+            phases.add((name, FORM.unpack(group.heartbeat._shown[: FORM.size])[3]))
+            return move(*words)
 
-    def scattered(*words):
-        phases.add(("scatter", phase()))
-        return scatter(*words)
+        return observed
 
-    def gathered(one):
-        phases.add(("gather", phase()))
-        gather(one)
-
-    kept._sum.scatter, kept._sum.gather = scattered, gathered
+    kept._sum.scatter, kept._sum.gather = watched("scatter", kept._sum.scatter), watched("gather", kept._sum.gather)
     for step in range(3):
         model.zero_grad()
         group.heartbeat.computing(step)
