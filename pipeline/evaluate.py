@@ -12,7 +12,7 @@ from pipeline.console import Progress
 from pipeline.data import store
 from pipeline.files import Paths, atomic_write
 from pipeline.hardware import machine
-from pipeline.hardware.placement import resolve
+from pipeline.hardware.placement import a_gpu_each, resolve
 from pipeline.job import Job
 from pipeline.report import plots
 from pipeline.runs.lock import run_lock
@@ -38,8 +38,9 @@ def run(config: Config, paths: Paths) -> int:
         raise DataError(f"{paths.models / 'receipt.json'}: is from another version of this code (parameters); {TRAIN}") from None
     # The model as it was trained, on the ranks that are asked for now.
     threads = {"threads_per_rank": trained.dist.threads_per_rank}
-    config = resolve_num_nodes(trained.model_copy(update={"dist": config.dist.model_copy(update=threads)}))
-    placement = resolve(config, machine.detect())
+    here = machine.detect()
+    config = a_gpu_each(resolve_num_nodes(trained.model_copy(update={"dist": config.dist.model_copy(update=threads)})), here)
+    placement = resolve(config, here)
     store.verify(paths.prepared, manifest, ("test",))
     run = paths.runs / receipt.fingerprint
     job = Job(

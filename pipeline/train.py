@@ -15,7 +15,7 @@ from pipeline.console import Progress
 from pipeline.data import store
 from pipeline.files import Paths, atomic_folder, atomic_write
 from pipeline.hardware import machine
-from pipeline.hardware.placement import Placement, resolve
+from pipeline.hardware.placement import Placement, a_gpu_each, resolve
 from pipeline.job import Job
 from pipeline.report import plots
 from pipeline.runs import checkpoints, status
@@ -38,8 +38,9 @@ log = logging.getLogger(__name__)
 def run(config: Config, paths: Paths, resume: Path | None = None) -> int:
     """Train, or publish what was trained before; returns the exit code."""
     server_and_credentials(paths)
-    config = resolve_num_nodes(config)
-    placement = resolve(config, machine.detect())
+    here, asked = machine.detect(), config.dist.world_size
+    config = a_gpu_each(resolve_num_nodes(config), here)
+    placement = resolve(config, here)
     manifest = store.read_manifest(paths.prepared)
     store.check_made_for(paths.prepared, manifest, config)
     steps_per_epoch = manifest.counts["train"] // config.dist.global_batch
@@ -69,6 +70,8 @@ def run(config: Config, paths: Paths, resume: Path | None = None) -> int:
         where = f"{config.dist.world_size} x {placement.device}, {placement.backend}, {placement.precision}"
         kept = checkpoints.newest(job.run)
         progress.say(f"training {config.model.name} on {manifest.name}: {where}, run {name}" + (f", going on from {kept}" if kept else ""))
+        if config.dist.world_size < asked:
+            progress.say(f"{config.dist.world_size} and not {asked} ranks, one for each GPU of this machine; the bits are the same")
         if imported:
             progress.say(imported)
         return carry_out(job, paths, lock, progress, facts_of(config, placement, manifest, name, receipts.git_state()))

@@ -13,6 +13,7 @@ from pipeline.cluster.readiness import bitwise_requirements
 from pipeline.cluster.signals import on_stop_request
 from pipeline.cluster.store import connect
 from pipeline.config import PeerError
+from pipeline.hardware import machine
 from pipeline.hardware.network import endpoint, interface, own_address, split
 from pipeline.job import Job
 from pipeline.launch.node import Membership, Node
@@ -36,6 +37,7 @@ def lead_job(stage: Literal["train", "evaluate"], job: Job, say: Callable[[str],
         backend=job.backend,
         precision=job.precision,
         bitwise_requirements=bitwise_requirements(job),
+        gpus=list(machine.detect().uuids) if job.device == "cuda" else [],
     )
 
     def stop() -> NoReturn:

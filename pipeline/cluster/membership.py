@@ -34,6 +34,8 @@ class WorkerState:
     # How far its clock is ahead: a heartbeat may be late, so the largest difference is the nearest to the truth.
     ahead_seconds: float = -inf
     num_heartbeats: int = 0
+    # The UUIDs of its GPUs.
+    gpus: frozenset[str] = frozenset()
 
     def see(self, heartbeat: float, monotonic: float, wall: float) -> None:
         """Take note of a new heartbeat."""
@@ -57,7 +59,8 @@ class MultiNode(Membership):
     def __init__(self, node: Node, offer: JobOffer, store: ClusterStore, say: Callable[[str], None], clock: Clock = time):
         super().__init__(node)
         self.leaving, self.replies = False, list[Reply]()
-        self._wanted, self._id = node.nodes - 1, offer.id
+        self._wanted, self._id, self._gpus = node.nodes - 1, offer.id, frozenset(offer.gpus)
+        self._sharing: set[str] = set()
         self._store, self._say, self._clock = store, say, clock
         self._num_failures, self._num_leaving, self._began, self._job_ended = 0, 0, False, False
         self._admitted: list[str] = []
@@ -107,11 +110,23 @@ class MultiNode(Membership):
         alive = [worker for worker, state in self._workers.items() if now - state.seen_at < SILENT_SECONDS]
         members = [worker for worker in self._admitted if worker in alive]
         candidates = [worker for worker in alive if worker not in members and self._workers[worker].clock_agrees]
-        members += candidates[: self._wanted - len(members)]
+        for worker in candidates:
+            if len(members) < self._wanted and not self._shares_a_gpu(worker, members):
+                members.append(worker)
         if members != self._admitted:
             self._admitted = members
             self._store.put(f"{self._id}/members", members)
         return refusals
+
+    def _shares_a_gpu(self, worker: str, members: list[str]) -> bool:
+        """Return whether a worker has a GPU of the leader's or of a member's, which nccl does not see in containers, and say so once."""
+        state = self._workers[worker]
+        used = [("the leader", self._gpus), *((self._workers[one].host, self._workers[one].gpus) for one in members)]
+        with_whom = next((host for host, gpus in used if gpus & state.gpus), None)
+        if with_whom and worker not in self._sharing:
+            self._sharing.add(worker)
+            self._say(f"worker {state.host} is left out, as it has a GPU of {with_whom}; give each its own, such as by WORKER_GPUS")
+        return with_whom is not None
 
     def _read_leaving(self) -> None:
         """Forget workers that were told to stop; if one takes part, the whole job is to stop."""
@@ -129,7 +144,7 @@ class MultiNode(Membership):
             if reply.refusal:
                 refusals.append(f"{reply.host}: {reply.refusal}")
             else:
-                self._workers[reply.worker] = WorkerState(reply.host, 0.0, self._clock.monotonic())
+                self._workers[reply.worker] = WorkerState(reply.host, 0.0, self._clock.monotonic(), gpus=frozenset(reply.gpus))
         return refusals
 
     def failures_since_last_call(self) -> list[Failure]:

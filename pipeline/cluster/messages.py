@@ -20,6 +20,8 @@ class JobOffer(BaseModel):
     backend: Literal["gloo", "nccl"]
     precision: Literal["fp32", "bf16"]
     bitwise_requirements: dict[str, str]
+    # The UUIDs of the leader's GPUs.
+    gpus: list[str] = []
 
 
 class Reply(BaseModel):
@@ -31,6 +33,8 @@ class Reply(BaseModel):
     host: str
     leader: str
     refusal: str | None
+    # The UUIDs of its GPUs.
+    gpus: list[str] = []
 
 
 class Clock(Protocol):

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from math import inf
 from typing import Any
@@ -15,6 +15,7 @@ from pipeline.cluster.messages import Clock, JobOffer, Reply
 from pipeline.cluster.store import ClusterStore
 from pipeline.config import MachineError, PeerError
 from pipeline.files import describe as describe_os_error
+from pipeline.hardware import machine
 from pipeline.job import Job
 from pipeline.launch.failures import Failure, LaunchResult
 from pipeline.launch.outcome import describe
@@ -89,8 +90,8 @@ class Worker:
         else:
             self._serve(offer)
 
-    def _reply(self, offer_id: str, refusal: str | None) -> None:
-        reply = Reply(worker=self._name, host=socket.gethostname(), leader=self._leader, refusal=refusal)
+    def _reply(self, offer_id: str, refusal: str | None, gpus: Sequence[str] = ()) -> None:
+        reply = Reply(worker=self._name, host=socket.gethostname(), leader=self._leader, refusal=refusal, gpus=list(gpus))
         self._store.append(f"{offer_id}/replies", reply.model_dump())
 
     def _serve(self, offer: JobOffer) -> None:
@@ -101,7 +102,7 @@ class Worker:
         job, refusal = self._check(offer)
         self._heartbeat_at = -inf
         self.send_heartbeat(offer)
-        self._reply(offer.id, refusal)
+        self._reply(offer.id, refusal, machine.detect().uuids if offer.device == "cuda" and not refusal else ())
         if refusal:
             log.info("cannot take part: %s", refusal)
         announced = bool(refusal)

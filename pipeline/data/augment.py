@@ -12,7 +12,7 @@ PAD = 4
 
 
 class Augment(Protocol):
-    """Augments uint8 images, given their samples' indices and the epoch."""
+    """Augments uint8 images, given their samples' indices on the same device and the epoch."""
 
     def __call__(self, images: Tensor, samples: Tensor, epoch: int) -> Tensor: ...
 
@@ -38,11 +38,10 @@ class CropFlip:
         if epoch != self._epoch:
             # All samples' draws of the epoch at once, so that they do not depend on which lane or rank takes a sample.
             source = generator(self._seed, "crop-flip", epoch)
-            self._shifts = torch.randint(2 * PAD + 1, (self._count, 2), generator=source)
-            self._flips = torch.randint(2, (self._count,), generator=source, dtype=torch.bool)
+            self._shifts = torch.randint(2 * PAD + 1, (self._count, 2), generator=source).to(images.device)
+            self._flips = torch.randint(2, (self._count,), generator=source, dtype=torch.bool).to(images.device)
             self._epoch = epoch
-        shifts = self._shifts[samples].to(images.device)
-        flips = self._flips[samples].to(images.device)
+        shifts, flips = self._shifts[samples], self._flips[samples]
         height, width = images.shape[2:]
         rows = shifts[:, 0, None] + torch.arange(height, device=images.device)
         columns = torch.arange(width, device=images.device)

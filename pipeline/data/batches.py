@@ -45,12 +45,12 @@ class Batches:
     def lane(self, step: int, lane: int) -> tuple[Tensor, Tensor]:
         """Return the images of one lane, ready for the model, and their labels."""
         images, labels = self._read(step, lane)
-        samples = self._order.lane(step, lane)
+        samples = self._order.lane(step, lane, self._pixels.device)
         images = self._augment(images.to(self._pixels.device, non_blocking=True), samples, self._order.epoch(step))
         return self._pixels(images), labels.to(self._pixels.device, non_blocking=True)
 
     def _gather(self, step: int, lane: int) -> tuple[Tensor, Tensor]:
-        samples = self._order.lane(step, lane).to(self._images.device)
+        samples = self._order.lane(step, lane, self._images.device)
         images, labels = self._images[samples], self._labels[samples]
         if self._pixels.device.type == "cuda" and self._reader is not None:
             return images.pin_memory(), labels.pin_memory()

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from pipeline.config import draw_seed
 
+HOST = torch.device("cpu")
+
 
 def generator(seed: int, *key: object) -> torch.Generator:
     """Return a CPU generator seeded by (seed, key)."""
@@ -21,15 +23,16 @@ class Order:
         self.steps_per_epoch = count // global_batch
         self._seed, self._count, self._global_batch = seed, count, global_batch
         self._lane_size = global_batch // pieces
-        self._permutation = lru_cache(maxsize=2)(self._permute)
+        # Two epochs where one is being read ahead, on the host and on a device.
+        self._permutation = lru_cache(maxsize=4)(self._permute)
 
-    def _permute(self, epoch: int) -> Tensor:
-        return torch.randperm(self._count, generator=generator(self._seed, "order", epoch))
+    def _permute(self, epoch: int, device: torch.device) -> Tensor:
+        return torch.randperm(self._count, generator=generator(self._seed, "order", epoch)).to(device)
 
     def epoch(self, step: int) -> int:
         return step // self.steps_per_epoch
 
-    def lane(self, step: int, lane: int) -> Tensor:
-        """Return the indices of the samples of one lane."""
+    def lane(self, step: int, lane: int, device: torch.device = HOST) -> Tensor:
+        """Return the indices of the samples of one lane; an epoch's are copied to a device once."""
         start = step % self.steps_per_epoch * self._global_batch + lane * self._lane_size
-        return self._permutation(self.epoch(step))[start : start + self._lane_size]
+        return self._permutation(self.epoch(step), device)[start : start + self._lane_size]

@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeline.config import Config, ConfigError, Dist, MachineError
 from pipeline.doctor.finding import Finding
 from pipeline.hardware.machine import Machine
-from pipeline.hardware.placement import resolve
+from pipeline.hardware.placement import a_gpu_each, fewer_ranks, resolve
 
 MIB, GIB = 1 << 20, 1 << 30
 # A rank of the default experiment peaks at 0.8 GiB.
@@ -16,6 +16,7 @@ SHARED_BYTES, RANK_BYTES = 256 * MIB, GIB
 
 def ranks(config: Config, machine: Machine) -> list[Finding]:
     """Whether there is a GPU, or else a core, for each rank and thread."""
+    asked, config = config.dist, a_gpu_each(config, machine)
     try:
         placement = resolve(config, machine)
     except (ConfigError, MachineError) as error:
@@ -32,16 +33,16 @@ def ranks(config: Config, machine: Machine) -> list[Finding]:
     text = f"{ranks_here} ranks on {gpus} GPU{'s' if gpus > 1 else ''}, {machine.gpus[0]} ({how})"
     if gpus < ranks_here and dist.backend == "auto":
         return [Finding("wrong", f"{text}: ranks that share a GPU through gloo are slow", _fewer_ranks(dist, gpus))]
+    if dist.world_size < asked.world_size:
+        why = f"not {asked.world_size}, as ranks that share a GPU are slow; the bits are the same"
+        return [Finding("note", f"{text}: {why}", _fewer_ranks(asked, gpus))]
     return [Finding("ok", text)]
 
 
 def _fewer_ranks(dist: Dist, most: int) -> str:
     """The settings of the same experiment with as many ranks as possible, but no more than `most` per node."""
-    sizes = range(dist.nodes * max(most, 1), 0, -dist.nodes)
-    size = next(size for size in sizes if dist.global_batch % (size * dist.accumulation) == 0)
-    batch = dist.global_batch // (size * dist.accumulation)
-    lanes = ", lanes_per_rank: null" if dist.lanes_per_rank else ""
-    return f"set dist.world_size: {size}, batch_size_per_gpu: {batch}{lanes}"
+    settings = ", ".join(f"{name}: {value}" for name, value in fewer_ranks(dist, most).items())
+    return f"set dist.{settings}{', lanes_per_rank: null' if dist.lanes_per_rank else ''}"
 
 
 def memory(dist: Dist, limit_bytes: int | None) -> list[Finding]:

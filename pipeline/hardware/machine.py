@@ -33,6 +33,8 @@ class Machine:
     cpu_has_bf16: bool
     # The newest CUDA that the driver supports, as 13000 for 13.0; 0 without one.
     driver: int = 0
+    # What tells one GPU, or one slice of it under MIG, from all others.
+    uuids: tuple[str, ...] = ()
 
 
 def detect() -> Machine:
@@ -41,9 +43,9 @@ def detect() -> Machine:
     chosen = switches(CPU_SWITCHES)
     sets = sorted(flag for flag in flags if flag.startswith(INSTRUCTION_SETS))
     drawing = [flag for flag in DRAWING_SETS if flag in flags]
-    gpus, capability, driver = _gpus(" ".join([platform.machine(), *drawing, *chosen, *switches(GPU_SWITCHES)]))
+    gpus, capability, driver, uuids = _gpus(" ".join([platform.machine(), *drawing, *chosen, *switches(GPU_SWITCHES)]))
     has_bf16 = bool({"avx512_bf16", "amx_bf16", "bf16"} & flags) and not chosen
-    return Machine(gpus, capability, " ".join([platform.machine(), *maker, *cache, *sets, *chosen]), has_bf16, driver)
+    return Machine(gpus, capability, " ".join([platform.machine(), *maker, *cache, *sets, *chosen]), has_bf16, driver, uuids)
 
 
 def user() -> str:
@@ -80,34 +82,38 @@ def cuda_of_torch() -> int:
     return int(found[1]) * 1000 + int(found[2]) * 10 if found else 0
 
 
-def _gpus(host: str) -> tuple[list[str], int, int]:
-    """The kinds of the visible GPUs on such a host, the lowest capability among them, and the driver's CUDA."""
+def _gpus(host: str) -> tuple[list[str], int, int, tuple[str, ...]]:
+    """The kinds of the visible GPUs on such a host, the lowest capability among them, the driver's CUDA, and the GPUs' UUIDs."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         # No GPU is wanted, and a broken driver is no matter.
-        return [], 0, 0
+        return [], 0, 0, ()
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return [], 0, 0
+        return [], 0, 0, ()
     if cuda.cuInit(0) in (STUB_LIBRARY, NO_DEVICE):
-        return [], 0, 0
+        return [], 0, 0, ()
     _call(cuda, "cuInit", 0)
     count, device, version = (ctypes.c_int() for _ in range(3))
     _call(cuda, "cuDeviceGetCount", ctypes.byref(count))
     _call(cuda, "cuDriverGetVersion", ctypes.byref(version))
     kinds: list[str] = []
+    uuids: list[str] = []
     capabilities: list[int] = []
     for index in range(count.value):
         name, figures = ctypes.create_string_buffer(256), [ctypes.c_int() for _ in range(3)]
+        uuid = ctypes.create_string_buffer(16)
         _call(cuda, "cuDeviceGet", ctypes.byref(device), index)
         _call(cuda, "cuDeviceGetName", name, len(name), device)
+        _call(cuda, "cuDeviceGetUuid_v2", uuid, device)
+        uuids.append(uuid.raw.hex())
         for figure, attribute in zip(figures, (MULTIPROCESSORS, CAPABILITY_MAJOR, CAPABILITY_MINOR), strict=True):
             _call(cuda, "cuDeviceGetAttribute", ctypes.byref(figure), attribute, device)
         processors, major, minor = (figure.value for figure in figures)
         # Kernels are chosen by both, and equal names do not promise equal GPUs: MIG and MPS show a part of one.
         kinds.append(f"{name.value.decode()} ({processors} SMs, capability {major}.{minor}) on {host}")
         capabilities.append(10 * major + minor)
-    return kinds, min(capabilities, default=0), version.value
+    return kinds, min(capabilities, default=0), version.value, tuple(uuids)
 
 
 def _call(cuda: Any, function: str, *arguments: object) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.config import Config, MachineError
+from pipeline.config import Config, Dist, MachineError
 from pipeline.hardware.machine import Machine, cuda_of_torch
 
 # The compute capabilities from which on bf16 is native, and from which on CUDA 13 has kernels.
@@ -40,6 +40,21 @@ def resolve(config: Config, machine: Machine) -> Placement:
         backend="nccl" if gpus >= here and dist.backend != "gloo" else "gloo",
         precision=_precision(config.train.precision, device, machine),
     )
+
+
+def a_gpu_each(config: Config, machine: Machine) -> Config:
+    """Return the same experiment on fewer ranks where one machine has fewer GPUs: ranks that share one meet in host memory, slowly."""
+    dist, gpus = config.dist, len(machine.gpus)
+    if not 0 < gpus < dist.world_size or dist.nodes > 1 or dist.backend != "auto" or dist.reduction != "ordered":
+        return config
+    return config.model_copy(update={"dist": dist.model_copy(update=fewer_ranks(dist, gpus) | {"lanes_per_rank": None})})
+
+
+def fewer_ranks(dist: Dist, most: int) -> dict[str, int]:
+    """Return the settings of the same experiment with as many ranks as possible, but no more than `most` per machine."""
+    sizes = range(dist.nodes * max(most, 1), 0, -dist.nodes)
+    size = next(size for size in sizes if dist.global_batch % (size * dist.accumulation) == 0)
+    return {"world_size": size, "batch_size_per_gpu": dist.global_batch // (size * dist.accumulation)}
 
 
 def _check_gpus(machine: Machine) -> None:

@@ -49,7 +49,8 @@ class Failure:
     @property
     def is_consequence(self) -> bool:
         """True if this is the consequence of another rank's failure, such as a connection reset, and no root cause."""
-        return self.waiting or (self.signal is None and bool(CONSEQUENCE.search(self.cause)))
+        # NCCL's watchdog aborts a rank that has lost a peer.
+        return self.waiting or (self.signal in (None, "SIGABRT") and bool(CONSEQUENCE.search(self.cause)))
 
     @property
     def out_of_memory(self) -> bool:
@@ -111,7 +112,7 @@ def exit_reasons(folder: Path | None, ranks: int) -> list[Failure]:
 
 
 def cause_of(folder: Path) -> str:
-    """Return a rank's own error, or the last line it wrote to stderr."""
+    """Return a rank's own error, or what it wrote to stderr: its last line, unless an earlier one tells of a lost peer."""
     snapshot = heartbeat.read(folder)
     if snapshot and snapshot.exit_reason:
         return snapshot.exit_reason
@@ -120,7 +121,9 @@ def cause_of(folder: Path) -> str:
         return str(message if isinstance(message, str) else message["message"]).strip()
     with contextlib.suppress(OSError):
         lines = [line for line in (folder / "stderr.log").read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1].strip() if lines else ""
+        # NCCL's watchdog writes frames of C++ below it.
+        lost = [line for line in lines[-200:] if "NCCL" in line and CONSEQUENCE.search(line)]
+        return (lost or lines or [""])[-1].strip()
     return ""
 
 

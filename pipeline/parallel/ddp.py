@@ -1,6 +1,7 @@
 """DistributedDataParallel: every rank holds the whole model and takes its lanes of the global batch."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,15 +41,16 @@ class Ddp:
         self._ranks.heartbeat.computing(step)
         for lane in self._lanes.own:
             last = lane == self._lanes.own[-1]
-            self._buffers.before_lane()
+            self._buffers.before_lane(lane)
             self._ranks.heartbeat.computing()
             with nullcontext() if last else self._ddp.no_sync():
                 loss, row = self._task.forward(self._ddp, step, lane)
+                # Backward changes no buffer: those of the last lane are on their way meanwhile.
+                self._buffers.after_lane(lane)
                 if last and self._gradients is None:
                     loss.register_hook(self._waits_after_backward)
                 # A loss that is no number makes the gradients none either; any other is scaled by exactly `_scale`.
                 (loss * (self._scale + (loss - loss).detach())).backward()  # pyright: ignore[reportUnknownMemberType]
-            self._buffers.after_lane(lane)
             rows.append(row)
             if self._gradients is not None and not last:
                 self._gradients.keep(lane)
@@ -64,32 +66,44 @@ class LaneBuffers:
     """A model's buffers in a step: each lane starts from the same ones; floating-point ones become the mean over lanes."""
 
     def __init__(self, model: nn.Module, lanes: Lanes, ranks: Ranks):
-        self._all = list(model.buffers())
-        self._floating = [buffer for buffer in self._all if buffer.is_floating_point()]
+        # Of one type each, so that a device copies a list in one launch.
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in model.buffers():
+            by_type.setdefault(buffer.dtype, []).append(buffer)
+        self._lists = list(by_type.values())
+        self._floating = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         self._sum = OrderedSum(lanes, ranks)
-        self._count = lanes.count
-        self._before: list[Tensor] = []
+        self._lanes = lanes
+        self._before: list[list[Tensor]] = []
         self._stack: list[TreeNode[Tensor]] = []
+        self._under_way: Any = None
 
     def start(self) -> None:
         """A step begins."""
-        self._before = [buffer.clone() for buffer in self._all]
         self._stack = []
+        if len(self._lanes.own) > 1:
+            self._before = [[buffer.clone() for buffer in buffers] for buffers in self._lists]
 
-    def before_lane(self) -> None:
+    def before_lane(self, lane: int) -> None:
         """Back to where the step began."""
-        for buffer, value in zip(self._all, self._before, strict=True):
-            buffer.copy_(value)
+        if lane != self._lanes.own[0]:
+            for buffers, values in zip(self._lists, self._before, strict=True):
+                torch._foreach_copy_(buffers, values)  # pyright: ignore
 
     def after_lane(self, lane: int) -> None:
-        """Keep what the lane made of the floating-point buffers."""
-        if self._floating:
-            push(self._stack, (lane, 1, torch.cat([buffer.flatten() for buffer in self._floating])), add)
+        """Keep what the lane made of the floating-point buffers; after the last one, start to send them."""
+        if not self._floating:
+            return
+        own = torch.cat([buffer.flatten() for buffer in self._floating])
+        push(self._stack, (lane, 1, own), add)
+        if lane == self._lanes.own[-1]:
+            self._under_way = self._sum.scatter(self._stack, own)
 
     def finish(self) -> None:
         """Set the floating-point buffers to the mean over all lanes; whole numbers are those of one lane, the same in each."""
         if not self._floating:
             return
-        mean = self._sum(self._stack) / self._count
-        for buffer, value in zip(self._floating, mean.split([buffer.numel() for buffer in self._floating]), strict=True):
-            buffer.copy_(value.view_as(buffer))
+        self._sum.gather(self._under_way)
+        mean = self._sum.result(self._under_way) / self._lanes.count
+        pieces = mean.split([buffer.numel() for buffer in self._floating])
+        torch._foreach_copy_(self._floating, [piece.view_as(buffer) for piece, buffer in zip(pieces, self._floating, strict=True)])  # pyright: ignore

@@ -27,13 +27,18 @@ def add_lists(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
 
 @dataclass
 class _Sum:
-    """A sum under way: its slice is being sent, or its finished slices are being collected."""
+    """A sum under way: slices of all ranks' nodes are on their way here, or the finished slices to `whole`, and from there to `out`."""
 
-    numel: int
-    piece: int
+    out: Tensor
+    slices: list[Tensor]
     work: Any
-    buffer: Tensor
+    whole: Tensor | None = None
     future: Future[Tensor] | None = None
+
+    def wait(self) -> None:
+        """Wait for what was sent last; alone, nothing is sent."""
+        if self.work is not None:
+            self.work.wait()
 
 
 class OrderedSum:
@@ -43,42 +48,43 @@ class OrderedSum:
         self._size = ranks.size
         self._nodes = [list(maximal_nodes(lanes.of(rank))) for rank in range(ranks.size)]
 
-    def scatter(self, stack: list[TreeNode[Tensor]]) -> _Sum:
-        """Start to send every rank its slice of this rank's nodes."""
-        numel = stack[0][2].numel()
-        piece = -(-numel // self._size)
-        if len(stack) == 1 and piece * self._size == numel:
-            send = stack[0][2]
-        else:
-            send = _sliced([value for _, _, value in stack], self._size, piece)
-        sizes = [piece * len(nodes) for nodes in self._nodes]
-        received = torch.empty(sum(sizes), dtype=send.dtype, device=send.device)
-        work = dist.all_to_all_single(received, send, sizes, [piece * len(stack)] * self._size, async_op=True)
-        return _Sum(numel, piece, work, received)
+    def scatter(self, stack: list[TreeNode[Tensor]], out: Tensor) -> _Sum:
+        """Start to send every rank its slice of this rank's nodes; the sum will be in `out`, which may be a node itself."""
+        values = [value for _, _, value in stack]
+        if self._size == 1:
+            return _Sum(out, values, None)
+        piece = -(-out.numel() // self._size)
+        send = values[0] if len(values) == 1 and piece * self._size == out.numel() else _sliced(values, self._size, piece)
+        counts = [len(nodes) for nodes in self._nodes]
+        received = torch.empty(piece * sum(counts), dtype=out.dtype, device=out.device)
+        # Without sizes where they are equal: a backend may have a faster way for that.
+        equal = len(set(counts)) == 1
+        to_here, from_here = (None, None) if equal else ([piece * count for count in counts], [piece * len(stack)] * self._size)
+        work = dist.all_to_all_single(received, send, to_here, from_here, async_op=True)
+        return _Sum(out, list(received.split(piece)), work)
 
     def gather(self, under_way: _Sum) -> None:
         """Finish the tree on the own slice and start to collect the slices of all ranks."""
-        under_way.work.wait()
-        piece = under_way.piece
-        slices = iter(under_way.buffer.split(piece))
+        under_way.wait()
+        slices = iter(under_way.slices)
         tree: list[TreeNode[Tensor]] = []
         for nodes in self._nodes:
             for start, size in nodes:
                 push(tree, (start, size, next(slices)), add)
-        whole = torch.empty(piece * self._size, dtype=under_way.buffer.dtype, device=under_way.buffer.device)
-        under_way.work = dist.all_gather_single(whole, fold(tree, add), async_op=True)
-        under_way.buffer = whole
+        own = fold(tree, add)
+        if self._size == 1:
+            under_way.whole = own
+            return
+        whole, out = own.numel() * self._size, under_way.out
+        under_way.whole = out if whole == out.numel() else torch.empty(whole, dtype=out.dtype, device=out.device)
+        under_way.work = dist.all_gather_single(under_way.whole, own, async_op=True)
 
     def result(self, under_way: _Sum) -> Tensor:
-        """The sum over all lanes."""
-        under_way.work.wait()
-        return under_way.buffer[: under_way.numel]
-
-    def __call__(self, stack: list[TreeNode[Tensor]]) -> Tensor:
-        """All of it at once."""
-        under_way = self.scatter(stack)
-        self.gather(under_way)
-        return self.result(under_way)
+        """The sum over all lanes, in `out`."""
+        under_way.wait()
+        out, whole = under_way.out, under_way.whole
+        assert whole is not None
+        return out if whole is out else out.copy_(whole[: out.numel()])
 
 
 def _sliced(values: list[Tensor], ranks: int, piece: int) -> Tensor:
@@ -123,8 +129,10 @@ class LaneGradients:
         stack: list[TreeNode[Tensor]] = []
         for start, size, gradients in self._stack:
             stack.append((start, size, _flat([gradients[self._index[owner]] for owner in owners], owners)))
-        push(stack, (self._lanes.own[-1], 1, bucket.buffer()), add)
-        under_way = self._sum.scatter(stack)
+        # DDP copies the result into the bucket unless it is there already.
+        own = bucket.buffer()
+        push(stack, (self._lanes.own[-1], 1, own), add)
+        under_way = self._sum.scatter(stack, own)
         under_way.future = Future(devices=[self._device] if self._device.type == "cuda" else None)
         if self._under_way:
             self._pulse.waiting()
@@ -151,7 +159,12 @@ def _flat(gradients: list[Tensor], owners: list[Tensor]) -> Tensor:
     `bucket.gradients()` would not do: it shows the bytes of a channels-last gradient as if they were in plain order.
     """
     pieces = [
-        (gradient if gradient.stride() == owner.stride() else torch.empty_like(owner).copy_(gradient)).as_strided((owner.numel(),), (1,))
+        (gradient if _same_layout(gradient, owner) else torch.empty_like(owner).copy_(gradient)).as_strided((owner.numel(),), (1,))
         for gradient, owner in zip(gradients, owners, strict=True)
     ]
     return torch.cat(pieces)
+
+
+def _same_layout(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape have their values in one order; the stride of a dimension of size 1 is free."""
+    return all(size == 1 or mine == theirs for size, mine, theirs in zip(one.shape, one.stride(), other.stride(), strict=True))

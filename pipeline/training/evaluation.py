@@ -33,7 +33,7 @@ class Result:
 class Evaluation:
     """One split, its chunks assigned to ranks."""
 
-    def __init__(self, split: Split, pixels: Pixels, num_classes: int, ranks: Ranks):
+    def __init__(self, split: Split, pixels: Pixels, num_classes: int, ranks: Ranks, hold: bool = False):
         self._pixels, self._ranks, self._num_classes = pixels, ranks, num_classes
         pieces = list(chunks(len(split.labels), CHUNK))
         whole, rest = divmod(len(pieces), ranks.size)
@@ -41,6 +41,9 @@ class Evaluation:
         first = sum(self._per_rank[: ranks.rank])
         own = pieces[first : first + self._per_rank[ranks.rank]]
         self._batches = [(torch.from_numpy(split.images[piece]), torch.from_numpy(split.labels[piece])) for piece in own]
+        if hold:
+            # Once, and not in every epoch.
+            self._batches = [(images.to(pixels.device), labels.to(pixels.device)) for images, labels in self._batches]
         self._total = len(split.labels)
 
     @torch.inference_mode()
@@ -66,7 +69,8 @@ class Evaluation:
             losses.append(F.cross_entropy(logits, labels, reduction="sum").double())
             top5 = logits.topk(min(5, self._num_classes), dim=1).indices
             counts[0] += (top5 == labels[:, None]).sum()
-            counts[1:] += torch.bincount(labels * self._num_classes + logits.argmax(1), minlength=self._num_classes**2)
+            # `bincount` would wait for the device.
+            counts[1:].index_add_(0, labels * self._num_classes + logits.argmax(1), torch.ones_like(labels))
         model.train(was_training)
         rows = torch.stack(losses) if losses else torch.zeros(0, dtype=torch.float64, device=device)
         loss = self._ranks.gather_rows(rows, self._per_rank).cpu().sum().item() / self._total

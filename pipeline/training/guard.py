@@ -67,9 +67,11 @@ class NonFiniteGuard:
         kept = dict(self._model.state_dict().items())
         for index, state in self._optimizer.state_dict()["state"].items():
             kept |= {f"optimizer.{index}.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
-        for name, tensor in kept.items():
-            if tensor.is_floating_point() and not tensor.isfinite().all():
-                raise Diverged(f"training diverged: {name} holds NaN or infinity after step {step}; {CURE}")
+        kept = {name: tensor for name, tensor in kept.items() if tensor.is_floating_point() and tensor.numel()}
+        # One look at the device, however many there are.
+        good = torch.stack(torch._foreach_norm(list(kept.values()), math.inf)).isfinite().tolist()  # pyright: ignore
+        if not all(good):
+            raise Diverged(f"training diverged: {list(kept)[good.index(False)]} holds NaN or infinity after step {step}; {CURE}")
         return self._model
 
 

@@ -104,7 +104,16 @@ def build_model(job: Job, manifest: store.Manifest, device: torch.device) -> nn.
     channels, side, _ = manifest.shape
     torch.manual_seed(draw_seed(job.config.seed, "weights"))
     model = models.build(job.config.model.name, channels, side, manifest.num_classes)
+    check_backward(model, job.config.model.name, device)
     return model.to(device=device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue, reportUnknownVariableType]
+
+
+def check_backward(model: nn.Module, name: str, device: torch.device) -> None:
+    """Raise ConfigError for a model that a GPU could not differentiate deterministically."""
+    for module in model.modules():
+        if device.type == "cuda" and isinstance(module, nn.AdaptiveAvgPool2d) and module.output_size not in (1, (1, 1)):
+            pool = f"AdaptiveAvgPool2d to {module.output_size} has no deterministic backward on GPUs"
+            raise ConfigError(f"model.name: {name}: {pool}; set data.image_size (224 for torchvision's), or CUDA_VISIBLE_DEVICES= for CPUs")
 
 
 def train(job: Job, group: Ranks, journal: Writer) -> tuple[nn.Module, int, bool]:
@@ -125,7 +134,8 @@ def train(job: Job, group: Ranks, journal: Writer) -> tuple[nn.Module, int, bool
     )
     optimizer = schedule.optimizer(config.train, list(model.parameters()))
     steps = plan(job, order)
-    evaluation = Evaluation(store.open_split(job.prepared, "validation"), pixels, manifest.num_classes, group)
+    validation = store.open_split(job.prepared, "validation")
+    evaluation = Evaluation(validation, pixels, manifest.num_classes, group, resident(validation, group.device, free_bytes(group.device)))
     stop = Stop(group, alarm_seconds(config.dist.grace_seconds))
 
     def explain(step: int) -> str:
@@ -150,9 +160,16 @@ def train(job: Job, group: Ranks, journal: Writer) -> tuple[nn.Module, int, bool
 def batches(job: Job, pixels: Pixels, order: Order, own: range) -> Batches:
     """Return the training batches of one rank."""
     split = store.open_split(job.prepared, "train")
-    free_bytes = torch.cuda.mem_get_info(pixels.device)[0] if pixels.device.type == "cuda" else 0
     transform = augment.build(job.config.data.augment, job.config.seed, len(split.labels))
-    return Batches(split, order, transform, pixels, own, resident(split, pixels.device, free_bytes))
+    return Batches(split, order, transform, pixels, own, resident(split, pixels.device, free_bytes(pixels.device)))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return this rank's share of a GPU's free memory; 0 for a CPU."""
+    if device.type == "cpu":
+        return 0
+    sharing = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.cuda.device_count())
+    return torch.cuda.mem_get_info(device)[0] // sharing
 
 
 def plan(job: Job, order: Order) -> loop.Steps:

@@ -17,6 +17,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
     *value = attribute == 16 ? SMS : attribute == 75 ? CAPABILITY / 10 : attribute == 76 ? CAPABILITY % 10 : -1;
     return ATTRIBUTES;
 }
+int cuDeviceGetUuid_v2(char *uuid, int device) { memset(uuid, UUID + device, 16); return 0; }
 int cuGetErrorString(int code, const char **text) { *text = "the reason"; return 0; }
 """
 
@@ -27,7 +28,7 @@ def driver(folder: Path, **changes: int) -> dict[str, str]:
         pytest.skip("needs gcc")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cuda.c").write_text(CODE)
-    values = {"INIT": 0, "DRIVER": 13000, "GPUS": 2, "SMS": 132, "CAPABILITY": 90, "ATTRIBUTES": 0} | changes
+    values = {"INIT": 0, "DRIVER": 13000, "GPUS": 2, "SMS": 132, "CAPABILITY": 90, "ATTRIBUTES": 0, "UUID": 17} | changes
     words = [*(f"-D{name}={value}" for name, value in values.items()), '-DNAME="NVIDIA H200"']
     subprocess.run(["gcc", "-shared", "-fPIC", *words, "-o", folder / "libcuda.so.1", folder / "cuda.c"], check=True)
     return {"LD_LIBRARY_PATH": str(folder)}

@@ -36,6 +36,7 @@ def test_the_kind_of_a_gpu_is_its_name_size_and_capability_and_what_its_host_dra
     here = detected(**driver(tmp_path / "h200"))
     assert len(here["gpus"]) == 2
     assert (here["capability"], here["driver"]) == (90, 13000)
+    assert here["uuids"] == ["11" * 16, "12" * 16]
     (kind,) = set(here["gpus"])
     assert kind.startswith(f"NVIDIA H200 (132 SMs, capability 9.0) on {platform.machine()}")
     others = [

@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.config import Config, MachineError
 from pipeline.hardware.machine import Machine
-from pipeline.hardware.placement import resolve
+from pipeline.hardware.placement import a_gpu_each, resolve
 from tests.kit.experiment import settings
 
 NO_GPU = Machine([], 0, "a cpu", True)
@@ -49,3 +49,27 @@ def test_auto_is_what_the_machine_can_do(machine: Machine, changes, expected: tu
 def test_what_cannot_be_names_the_setting_that_works(machine: Machine, part: str) -> None:
     with pytest.raises(MachineError, match=part):
         resolve(config(dist__backend="nccl"), machine)
+
+
+def test_more_ranks_than_gpus_become_one_for_each_and_stay_the_same_experiment() -> None:
+    asked = config(dist__world_size=4, dist__batch_size_per_gpu=24, dist__lanes_per_rank=[1, 1, 1, 1])
+    for machine, size in ((ONE_GPU, 1), (TWO_GPUS, 2), (Machine(["H200"] * 3, 90, "a cpu", True, 13000), 3)):
+        placed = a_gpu_each(asked, machine)
+        assert (placed.dist.world_size, placed.dist.global_batch, placed.dist.pieces) == (size, 96, 4)
+        assert Config.model_validate(placed.model_dump()).identity("", "", "") == asked.identity("", "", "")
+        assert resolve(placed, machine).backend == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("machine", "changes"),
+    [
+        (NO_GPU, {}),
+        (TWO_GPUS, {}),
+        (ONE_GPU, {"dist__backend": "gloo"}),
+        (ONE_GPU, {"dist__nodes": 2}),
+        (ONE_GPU, {"dist__reduction": "native", "dist__lanes": None}),
+    ],
+)
+def test_what_was_asked_for_stays_where_it_can_be_had_was_chosen_or_is_another_experiment(machine: Machine, changes) -> None:
+    asked = config(**changes)
+    assert a_gpu_each(asked, machine) is asked

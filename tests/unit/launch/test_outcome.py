@@ -12,7 +12,7 @@ import pytest
 from pipeline.config import Config, DataError, MachineError, PeerError
 from pipeline.job import Job
 from pipeline.launch import outcome
-from pipeline.launch.failures import Failure, LaunchResult, signal_name
+from pipeline.launch.failures import Failure, LaunchResult, failure_of, signal_name
 from pipeline.launch.outcome import broken, describe, judge, unpublished
 from pipeline.runs.status import Outcome
 
@@ -177,6 +177,21 @@ def test_a_rank_that_failed_again_and_again_is_described_with_the_reason_for_giv
 )
 def test_a_failure_is_described_in_a_few_words(failure: Failure, words: str) -> None:
     assert describe(failure, CONFIG) == words
+
+
+NCCL = """[rank1]:[E1122 10:00:00.1 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0 Rank 1] Process group watchdog thread terminated with \
+exception: NCCL error: remote process exited or there was a network error, NCCL version 2.30.7
+terminate called after throwing an instance of 'c10::DistBackendError'
+frame #7: clone + 0x44 (0x7f in /lib/libc.so.6)
+"""
+
+
+@pytest.mark.parametrize(("said", "is_consequence"), [(NCCL, True), ("terminate called\nframe #7: clone + 0x44\n", False)])
+def test_a_rank_that_nccls_watchdog_aborted_has_lost_a_peer(said: str, is_consequence: bool, tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "stderr.log").write_text(said)
+    found = failure_of(tmp_path, 0, 2, {1: -signal.SIGABRT}, lambda: False)
+    assert (found.rank, found.signal, found.is_consequence, found.deterministic) == (1, "SIGABRT", is_consequence, not is_consequence)
 
 
 def test_a_signal_without_a_name_is_a_number() -> None:

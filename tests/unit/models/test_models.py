@@ -1,5 +1,7 @@
 """Every model in the catalogue."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torchvision
@@ -7,6 +9,7 @@ import torchvision
 from pipeline import models
 from pipeline.config import ConfigError
 from pipeline.models.torchvision_names import NAMES
+from pipeline.training.train_rank import check_backward
 
 
 @pytest.mark.parametrize("name", [*models.CATALOGUE, "torchvision:squeezenet1_1"])
@@ -72,3 +75,25 @@ def test_names_of_torchvision_are_those_that_it_registers() -> None:
         models.check("torchvision:")
     with pytest.raises(ConfigError, match=r"model\.name"):
         models.check("torchvision:fcn_resnet50")
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "pool"),
+    [
+        ("alexnet", 224, "Identity()"),
+        ("alexnet", 160, "AdaptiveAvgPool2d(output_size=(6, 6))"),
+        ("vgg11", 448, "AvgPool2d(kernel_size=(2, 2), stride=(2, 2), padding=0)"),
+    ],
+)
+def test_a_pool_without_a_deterministic_backward_is_replaced_where_it_divides_and_refused_for_gpus_elsewhere(name, side, pool) -> None:
+    model = models.build(f"torchvision:{name}", 3, side, 7)
+    assert repr(model.avgpool) == pool
+    check_backward(model, name, torch.device("cpu"))
+    refused = pytest.raises(ConfigError, match=rf"^model\.name: {name}: AdaptiveAvgPool2d to \(6, 6\) has no .* set data\.image_size \(224")
+    with refused if "Adaptive" in pool else nullcontext():
+        check_backward(model, name, torch.device("cuda"))
+
+
+def test_a_pool_that_divides_computes_what_the_adaptive_one_does() -> None:
+    maps = torch.randn(2, 3, 14, 14)
+    torch.testing.assert_close(models.build("torchvision:vgg11", 3, 448, 7).avgpool(maps), torch.nn.AdaptiveAvgPool2d((7, 7))(maps))

@@ -47,7 +47,10 @@ def ordered_sums(group, per_rank: list[int], sizes: list[int]) -> list[str]:
         stack: list[TreeNode[torch.Tensor]] = []
         for lane in lanes.own:
             push(stack, (lane, 1, leaf(size, lane)), torch.Tensor.add)
-        found.append(OrderedSum(lanes, group)(stack).numpy().tobytes().hex())
+        summed = OrderedSum(lanes, group)
+        under_way = summed.scatter(stack, torch.empty(size))
+        summed.gather(under_way)
+        found.append(summed.result(under_way).numpy().tobytes().hex())
     return found
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.heartbeat import FORM, WAITING, Heartbeat
+from pipeline.heartbeat import COMPUTING, FORM, WAITING, Heartbeat
 from pipeline.parallel.lanes import Lanes, Task, TreeNode, fold, push
-from pipeline.parallel.ordered import LaneGradients, OrderedSum, _flat, _sliced, add, add_lists
+from pipeline.parallel.ordered import LaneGradients, OrderedSum, _flat, _same_layout, _sliced, add, add_lists
 from pipeline.ranks import Ranks
 
 SHARES = [[6], [3, 3], [1, 5], [2, 4], [2, 2, 2], [1, 2, 3], [4, 1, 1], [3, 1, 2]]
@@ -26,7 +26,7 @@ def leaf(size: int, lane: int, dtype: torch.dtype) -> Tensor:
     return (torch.randn(size, generator=torch.Generator().manual_seed(100 * size + lane)) * 10.0 ** (lane % 4)).to(dtype)
 
 
-def alone(size: int, lanes: int, dtype: torch.dtype) -> Tensor:
+def tree(size: int, lanes: int, dtype: torch.dtype) -> Tensor:
     stack: list[TreeNode[Tensor]] = []
     for lane in range(lanes):
         push(stack, (lane, 1, leaf(size, lane, dtype)), torch.Tensor.add)
@@ -40,7 +40,12 @@ def together(group: Ranks, per_rank: list[int], dtype: torch.dtype) -> list[Tens
         stack: list[TreeNode[Tensor]] = []
         for lane in lanes.own:
             push(stack, (lane, 1, leaf(size, lane, dtype)), torch.Tensor.add)
-        found.append(summed(stack))
+        # In a node of its own, or elsewhere.
+        out = stack[-1][2] if size % 2 else torch.empty(size, dtype=dtype)
+        under_way = summed.scatter(stack, out)
+        summed.gather(under_way)
+        assert summed.result(under_way) is out
+        found.append(out)
     return found
 
 
@@ -55,7 +60,7 @@ def test_the_sum_has_the_bits_of_one_tree_on_any_ranks(dtype: torch.dtype, threa
         for found in thread_ranks(len(share), together, share, dtype):
             for size, total in zip(SIZES, found, strict=True):
                 assert total.dtype == dtype
-                assert torch.equal(total, alone(size, 6, dtype))
+                assert torch.equal(total, tree(size, 6, dtype))
 
 
 def late(group: Ranks, at: str) -> Tensor:
@@ -64,7 +69,8 @@ def late(group: Ranks, at: str) -> Tensor:
     summed = OrderedSum(lanes, group)
     if group.rank == 2 and at == "scatter":
         time.sleep(0.1)
-    under_way = [summed.scatter([(group.rank, 1, leaf(60000, group.rank, torch.float32))]) for _ in range(2)]
+    values = [leaf(60000, group.rank, torch.float32) for _ in range(2)]
+    under_way = [summed.scatter([(group.rank, 1, value)], value) for value in values]
     if group.rank == 2 and at == "gather":
         time.sleep(0.1)
     for one in under_way:
@@ -74,9 +80,39 @@ def late(group: Ranks, at: str) -> Tensor:
 
 @pytest.mark.parametrize("at", ["scatter", "gather"])
 def test_a_sum_waits_for_the_rank_that_is_late(at: str, thread_ranks: Callable[..., list[Any]]) -> None:
-    expected = alone(60000, 3, torch.float32)
+    expected = tree(60000, 3, torch.float32)
     for found in thread_ranks(3, late, at):
         assert torch.equal(found, torch.stack([expected, expected]))
+
+
+def overlapped(group: Ranks) -> list[float]:
+    """How long it takes to start either move, where the last rank starts it half a second later."""
+    summed, value, seconds = OrderedSum(Lanes([1, 1, 1], group.rank, 3), group), leaf(60000, group.rank, torch.float32), []
+
+    def timed(move: Callable[[], Any]) -> Any:
+        if group.rank == 2:
+            time.sleep(0.5)
+        started_at = time.monotonic()
+        result = move()
+        seconds.append(time.monotonic() - started_at)
+        return result
+
+    under_way = timed(lambda: summed.scatter([(group.rank, 1, value)], value))
+    under_way.wait()
+    timed(lambda: summed.gather(under_way))
+    summed.result(under_way)
+    return seconds
+
+
+def test_nobody_waits_to_start_a_move(thread_ranks: Callable[..., list[Any]]) -> None:
+    assert max(second for seconds in thread_ranks(3, overlapped)[:2] for second in seconds) < 0.25
+
+
+def test_a_lone_rank_sends_nothing(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("all_to_all_single", "all_gather_single"):
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda *_, **__: pytest.fail("it was sent"))
+    for size, total in zip(SIZES, together(alone, [6], torch.float32), strict=True):
+        assert torch.equal(total, tree(size, 6, torch.float32))
 
 
 def moved(group: Ranks, size: int) -> tuple[int, int, int]:
@@ -86,8 +122,8 @@ def moved(group: Ranks, size: int) -> tuple[int, int, int]:
     stack: list[TreeNode[Tensor]] = []
     for lane in lanes.own:
         push(stack, (lane, 1, leaf(size, lane, torch.float32)), torch.Tensor.add)
-    under_way = summed.scatter(stack)
-    found = under_way.piece, under_way.buffer.numel()
+    under_way = summed.scatter(stack, torch.empty(size))
+    found = under_way.slices[0].numel(), sum(one.numel() for one in under_way.slices)
     summed.gather(under_way)
     return *found, summed.result(under_way).numel()
 
@@ -126,6 +162,12 @@ def test_gradients_lie_one_behind_the_other_in_the_memory_order_of_their_weights
     assert not weights[0].any()
 
 
+def test_values_are_in_one_order_if_the_strides_of_all_dimensions_with_more_than_one_value_are_equal() -> None:
+    for shape, same in (((4, 3, 1, 1), True), ((4, 3, 2, 2), False), ((1, 3, 2, 2), False), ((4, 1, 2, 2), True)):
+        plain, other = torch.zeros(shape), torch.zeros(shape).to(memory_format=torch.channels_last)
+        assert (_same_layout(plain, other), _same_layout(plain, plain.clone())) == (same, True)
+
+
 def network() -> nn.Module:
     """Of more than one of DDP's buckets, with weights in channels-last order and one that does not learn."""
     torch.manual_seed(0)
@@ -148,22 +190,26 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def trained(group: Ranks, per_rank: list[int], model: nn.Module, bucket_mb: float) -> tuple[list[list[Tensor]], set[int]]:
-    """The gradients of three steps, and what the heartbeat shows whenever this rank waits for another one's."""
+def trained(group: Ranks, per_rank: list[int], model: nn.Module, bucket_mb: float) -> tuple[list[list[Tensor]], set[tuple[str, int]]]:
+    """The gradients of three steps, and what the heartbeat shows when a bucket is ready, and when another rank's is waited for."""
     group = replace(group, heartbeat=Heartbeat(None))
     model, lanes = copy.deepcopy(model), Lanes(per_rank, group.rank, 4 * sum(per_rank))
     parallel = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     kept = LaneGradients(lanes, group, [one for one in model.parameters() if one.requires_grad])
     parallel.register_comm_hook(None, kept.hook)
-    found, phases, gather = [], set(), kept._sum.gather
+    found, phases = [], set()
 
-    def observed(one):
-        phases.add(FORM.unpack(group.heartbeat._shown[: FORM.size])[3])
-        gather(one)
+    def watched(name: str, move: Callable[..., Any]) -> Callable[..., Any]:
+        def observed(*words: Any) -> Any:
+            phases.add((name, FORM.unpack(group.heartbeat._shown[: FORM.size])[3]))
+            return move(*words)
 
-    kept._sum.gather = observed
+        return observed
+
+    kept._sum.scatter, kept._sum.gather = watched("scatter", kept._sum.scatter), watched("gather", kept._sum.gather)
     for step in range(3):
         model.zero_grad()
+        group.heartbeat.computing(step)
         for lane in lanes.own:
             last = lane == lanes.own[-1]
             with nullcontext() if last else parallel.no_sync():
@@ -199,4 +245,4 @@ def test_ddp_leaves_the_gradients_of_all_lanes_on_every_rank(
             assert len(found[step]) == len(expected[step]) == 7
             for one, other in zip(found[step], expected[step], strict=True):
                 assert torch.equal(one, other)
-        assert phases == {WAITING}, "or a rank that all wait for could not be told from them"
+        assert phases == {("scatter", COMPUTING), ("gather", WAITING)}, "or a rank that all wait for could not be told from them"

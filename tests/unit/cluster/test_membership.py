@@ -1,0 +1,38 @@
+"""Who may take part in a job: a worker with GPUs of its own."""
+
+import time
+
+from torch.distributed import HashStore
+
+from pipeline.cluster.membership import MultiNode
+from pipeline.cluster.messages import Reply
+from pipeline.cluster.store import ClusterStore
+from pipeline.launch.node import Node
+from tests.kit.machines import offer_of
+
+
+def test_of_workers_that_share_a_gpu_one_takes_part_and_the_other_says_why_not() -> None:
+    store, said = ClusterStore(HashStore(), "leader"), list[str]()
+    offer = offer_of(3).model_copy(update={"id": "job", "gpus": ["first"]})
+    members = MultiNode(Node(1, 1, 3, job_id="job"), offer, store, said.append)
+
+    def come(worker: str, *gpus: str) -> None:
+        store.append("job/replies", Reply(worker=worker, host=f"host-{worker}", leader="", refusal=None, gpus=list(gpus)).model_dump())
+        store.put(f"job/heartbeats/{worker}", time.time())
+
+    def admitted() -> list[str]:
+        members._review()
+        return store.get("job/members")
+
+    for worker, gpus in (("a", ["first"]), ("b", ["second"]), ("c", ["second", "third"]), ("d", [])):
+        come(worker, *gpus)
+    # A worker on CPUs has none that could be another's.
+    assert admitted() == admitted() == ["b", "d"]
+    left_out = "is left out, as it has a GPU of {}; give each its own, such as by WORKER_GPUS"
+    assert said == [f"worker host-a {left_out.format('the leader')}", f"worker host-c {left_out.format('host-b')}"]
+    store.append("job/leaving", "b")
+    assert admitted() == ["d", "c"]
+    come("e", "third")
+    store.append("job/leaving", "d")
+    assert admitted() == ["c"]
+    assert said[2:] == [f"worker host-e {left_out.format('host-c')}"]
