@@ -62,7 +62,7 @@ def test_a_storm_of_signals_reaches_the_command_once_and_a_persons_second_as_it_
 
 def test_a_command_that_is_stopped_before_it_has_ranks_is_one_to_start_again(experiment: Experiment) -> None:
     # As DVC does with a stage that was stopped.
-    process = led(experiment, sys.executable, "-c", "import time; print('ready', flush=True)\ntry: time.sleep(60)\nexcept: exit(255)")
+    process = led(experiment, sys.executable, "-c", "import time\ntry: print('ready', flush=True), time.sleep(60)\nexcept: exit(255)")
     assert process.stdout is not None
     until(lambda: "ready" in process.stdout.readline(), seconds=30)
     process.send_signal(signal.SIGTERM)
