@@ -44,10 +44,13 @@ class RankStage:
         """Run the ranks to their end and return the exit code; `publish`, which may ask for MLflow's run id, returns a line about it."""
         stop = StopRequest()
         with handled_by(stop.on_signal) as before:
-            code = self._code(module, header, tags, (progress, stop), publish)
-            if code == status.STOPPED:
-                # What an engine repeats is not to end this process with another code.
-                before.update(dict.fromkeys(before, signal.SIG_IGN))
+            code = 0
+            try:
+                code = self._code(module, header, tags, (progress, stop), publish)
+            finally:
+                if stop.signal is not None or code == status.STOPPED:
+                    # What an engine repeats is not to end this process with another code.
+                    before.update(dict.fromkeys(before, signal.SIG_IGN))
         return code
 
     def _code(

@@ -9,11 +9,10 @@ from typing import Literal, NoReturn
 
 from pipeline.cluster.membership import MultiNode
 from pipeline.cluster.messages import JobOffer, Reply
-from pipeline.cluster.readiness import bitwise_requirements
+from pipeline.cluster.readiness import bitwise_requirements, gpus_of_ranks
 from pipeline.cluster.signals import on_stop_request
 from pipeline.cluster.store import connect
 from pipeline.config import PeerError
-from pipeline.hardware import machine
 from pipeline.hardware.network import endpoint, interface, own_address, split
 from pipeline.job import Job
 from pipeline.launch.node import Membership, Node
@@ -37,7 +36,7 @@ def lead_job(stage: Literal["train", "evaluate"], job: Job, say: Callable[[str],
         backend=job.backend,
         precision=job.precision,
         bitwise_requirements=bitwise_requirements(job),
-        gpus=list(machine.detect().uuids) if job.device == "cuda" else [],
+        gpus=gpus_of_ranks(job.backend, node.ranks),
     )
 
     def stop() -> NoReturn:

@@ -86,7 +86,8 @@ class MultiNode(Membership):
                 announced = missing
             if waited_seconds > COME_SECONDS:
                 self.end_job(PeerError.exit_code)
-                raise PeerError(f"{missing} of {self._wanted} workers did not come in {COME_SECONDS} s; start them, or lead fewer")
+                shared = f" ({len(self._sharing)} had the GPU of another)" if self._sharing else ""
+                raise PeerError(f"{missing} of {self._wanted} workers did not come in {COME_SECONDS} s{shared}; start them, or lead fewer")
             self._clock.sleep(POLL_SECONDS)
 
     def _review(self) -> list[str]:

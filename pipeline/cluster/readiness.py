@@ -29,6 +29,11 @@ def bitwise_requirements(job: Job) -> dict[str, str]:
     return computes | {"code": code, "device": kind, "data": store.read_manifest(job.prepared).digest}
 
 
+def gpus_of_ranks(backend: str, ranks: int) -> list[str]:
+    """Return the UUIDs of the GPUs that so many ranks compute on here, which nccl wants for itself; gloo shares them."""
+    return list(machine.detect().uuids[:ranks]) if backend == "nccl" else []
+
+
 class Readiness:
     """Checks job offers against this machine and its checkout."""
 

@@ -12,10 +12,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.cluster.messages import Clock, JobOffer, Reply
+from pipeline.cluster.readiness import gpus_of_ranks
 from pipeline.cluster.store import ClusterStore
 from pipeline.config import MachineError, PeerError
 from pipeline.files import describe as describe_os_error
-from pipeline.hardware import machine
 from pipeline.job import Job
 from pipeline.launch.failures import Failure, LaunchResult
 from pipeline.launch.outcome import describe
@@ -102,7 +102,8 @@ class Worker:
         job, refusal = self._check(offer)
         self._heartbeat_at = -inf
         self.send_heartbeat(offer)
-        self._reply(offer.id, refusal, machine.detect().uuids if offer.device == "cuda" and not refusal else ())
+        ranks = offer.config.dist.world_size // offer.config.dist.nodes
+        self._reply(offer.id, refusal, [] if refusal else gpus_of_ranks(offer.backend, ranks))
         if refusal:
             log.info("cannot take part: %s", refusal)
         announced = bool(refusal)

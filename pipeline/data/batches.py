@@ -24,9 +24,9 @@ class Pixels:
         return scaled.contiguous(memory_format=torch.channels_last)
 
 
-def resident(split: Split, device: torch.device, free_bytes: int) -> bool:
-    """Return True if a split fits into half of the device's free memory."""
-    return device.type == "cpu" or split.images.nbytes <= free_bytes // 2
+def resident(splits: list[Split], device: torch.device, free_bytes: int) -> bool:
+    """Return True if the splits together fit into half of the device's free memory."""
+    return device.type == "cpu" or sum(split.images.nbytes for split in splits) <= free_bytes // 2
 
 
 class Batches:

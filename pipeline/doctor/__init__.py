@@ -13,6 +13,7 @@ from pipeline.files import Paths
 from pipeline.hardware.cgroup import memory_limit
 from pipeline.hardware.machine import detect
 from pipeline.hardware.network import PORT, split
+from pipeline.hardware.placement import a_gpu_each
 from pipeline.tracking.mirror_process import tracking_uri
 
 LIMIT_SECONDS = 3.5
@@ -21,9 +22,13 @@ LIMIT_SECONDS = 3.5
 def run(config: Config, paths: Paths, leader: str | None = None, port: int | None = None) -> int:
     """Run all checks at once and print what each of them found; returns 4 if anything is wrong."""
     number = port or PORT
+
+    def memory() -> list[Finding]:
+        return hardware.memory(a_gpu_each(config, detect()).dist, memory_limit())
+
     checks: dict[str, Callable[[], list[Finding]]] = {
         "GPUs": lambda: hardware.ranks(config, detect()),
-        "memory": lambda: hardware.memory(config.dist, memory_limit()),
+        "memory": memory,
         "/dev/shm": lambda: [hardware.shared_memory(Path("/dev/shm"))],
         "disk": lambda: [folders.disk(paths.runs)],
         "folders": lambda: folders.permissions(paths),

@@ -105,8 +105,9 @@ def _gpus(host: str) -> tuple[list[str], int, int, tuple[str, ...]]:
         uuid = ctypes.create_string_buffer(16)
         _call(cuda, "cuDeviceGet", ctypes.byref(device), index)
         _call(cuda, "cuDeviceGetName", name, len(name), device)
-        _call(cuda, "cuDeviceGetUuid_v2", uuid, device)
-        uuids.append(uuid.raw.hex())
+        # Drivers before CUDA 11.4 have none, and are refused elsewhere.
+        if hasattr(cuda, "cuDeviceGetUuid_v2") and cuda.cuDeviceGetUuid_v2(uuid, device) == 0:
+            uuids.append(uuid.raw.hex())
         for figure, attribute in zip(figures, (MULTIPROCESSORS, CAPABILITY_MAJOR, CAPABILITY_MINOR), strict=True):
             _call(cuda, "cuDeviceGetAttribute", ctypes.byref(figure), attribute, device)
         processors, major, minor = (figure.value for figure in figures)

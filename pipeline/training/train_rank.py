@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from pipeline import heartbeat, models, parallel, ranks
 from pipeline import job as jobs
 from pipeline.config import ConfigError, DataError, MachineError, draw_seed
-from pipeline.data import augment, store
+from pipeline.data import Split, augment, store
 from pipeline.data.batches import Batches, Pixels, resident
 from pipeline.data.order import Order
 from pipeline.files import locked
@@ -104,7 +104,6 @@ def build_model(job: Job, manifest: store.Manifest, device: torch.device) -> nn.
     channels, side, _ = manifest.shape
     torch.manual_seed(draw_seed(job.config.seed, "weights"))
     model = models.build(job.config.model.name, channels, side, manifest.num_classes)
-    check_backward(model, job.config.model.name, device)
     return model.to(device=device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue, reportUnknownVariableType]
 
 
@@ -122,20 +121,21 @@ def train(job: Job, group: Ranks, journal: Writer) -> tuple[nn.Module, int, bool
     manifest = store.read_manifest(job.prepared)
     pixels = Pixels(manifest.mean, manifest.std, group.device)
     model = build_model(job, manifest, group.device).train()
+    check_backward(model, config.model.name, group.device)
     lanes = Lanes(config.dist.pieces_per_rank, group.rank, config.dist.global_batch)
     order = Order(config.seed, manifest.counts["train"], lanes.global_batch, lanes.count)
+    split, validation, hold = open_splits(job, group.device)
     dtype = schedule.autocast_dtype(job.precision)
     task = Task(
         model,
-        batches(job, pixels, order, lanes.own).lane,
+        batches(job, split, pixels, order, lanes.own, hold).lane,
         config.seed,
         config.train.label_smoothing,
         lambda: torch.autocast(group.device.type, dtype, enabled=dtype is not None),
     )
     optimizer = schedule.optimizer(config.train, list(model.parameters()))
     steps = plan(job, order)
-    validation = store.open_split(job.prepared, "validation")
-    evaluation = Evaluation(validation, pixels, manifest.num_classes, group, resident(validation, group.device, free_bytes(group.device)))
+    evaluation = Evaluation(validation, pixels, manifest.num_classes, group, hold)
     stop = Stop(group, alarm_seconds(config.dist.grace_seconds))
 
     def explain(step: int) -> str:
@@ -157,11 +157,16 @@ def train(job: Job, group: Ranks, journal: Writer) -> tuple[nn.Module, int, bool
     return model, step, finished
 
 
-def batches(job: Job, pixels: Pixels, order: Order, own: range) -> Batches:
+def open_splits(job: Job, device: torch.device) -> tuple[Split, Split, bool]:
+    """Return the training and the validation split, and True if both are to be held in the device's memory."""
+    splits = [store.open_split(job.prepared, name) for name in ("train", "validation")]
+    return splits[0], splits[1], resident(splits, device, free_bytes(device))
+
+
+def batches(job: Job, split: Split, pixels: Pixels, order: Order, own: range, hold: bool) -> Batches:
     """Return the training batches of one rank."""
-    split = store.open_split(job.prepared, "train")
     transform = augment.build(job.config.data.augment, job.config.seed, len(split.labels))
-    return Batches(split, order, transform, pixels, own, resident(split, pixels.device, free_bytes(pixels.device)))
+    return Batches(split, order, transform, pixels, own, hold)
 
 
 def free_bytes(device: torch.device) -> int:

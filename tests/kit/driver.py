@@ -17,7 +17,9 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
     *value = attribute == 16 ? SMS : attribute == 75 ? CAPABILITY / 10 : attribute == 76 ? CAPABILITY % 10 : -1;
     return ATTRIBUTES;
 }
+#if UUID
 int cuDeviceGetUuid_v2(char *uuid, int device) { memset(uuid, UUID + device, 16); return 0; }
+#endif
 int cuGetErrorString(int code, const char **text) { *text = "the reason"; return 0; }
 """
 

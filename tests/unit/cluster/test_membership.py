@@ -1,13 +1,20 @@
 """Who may take part in a job: a worker with GPUs of its own."""
 
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import pytest
 from torch.distributed import HashStore
 
 from pipeline.cluster.membership import MultiNode
 from pipeline.cluster.messages import Reply
 from pipeline.cluster.store import ClusterStore
 from pipeline.launch.node import Node
+from tests.kit.driver import driver
+from tests.kit.experiment import ROOT
 from tests.kit.machines import offer_of
 
 
@@ -36,3 +43,10 @@ def test_of_workers_that_share_a_gpu_one_takes_part_and_the_other_says_why_not()
     store.append("job/leaving", "d")
     assert admitted() == ["c"]
     assert said[2:] == [f"worker host-e {left_out.format('host-c')}"]
+
+
+@pytest.mark.parametrize(("backend", "ranks", "uuids"), [("nccl", 1, 1), ("nccl", 2, 2), ("gloo", 2, 0)])
+def test_only_the_gpus_that_ranks_of_nccl_compute_on_are_their_own(backend: str, ranks: int, uuids: int, tmp_path: Path) -> None:
+    program = f"from pipeline.cluster.readiness import gpus_of_ranks; print(*gpus_of_ranks({backend!r}, {ranks}))"
+    said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=os.environ | driver(tmp_path), capture_output=True, text=True)
+    assert said.stdout.split() == ["11" * 16, "12" * 16][:uuids], said.stderr
