@@ -113,7 +113,7 @@ def verdict_of(exit_code: int, store: ClusterStore, stop_requested: bool = False
 
 
 def wait_for_goodbyes(store: ClusterStore, expected: int, started_at: float, relay: SignalRelay, clock: Clock = time) -> None:
-    """Wait until the workers have read the verdict; those that are still starting too, unless all were asked to stop."""
+    """Wait until the workers have read the verdict; also those that are still starting, for a shorter time if all were asked to stop."""
     came: set[str] = set()
     began_at = changed_at = looked_at = clock.monotonic()
     while not relay.hurried:
@@ -123,9 +123,9 @@ def wait_for_goodbyes(store: ClusterStore, expected: int, started_at: float, rel
             # Somebody is new; or this process was stopped, and the workers perhaps too.
             changed_at = now
         looked_at = now
-        # Who starts while all are asked to stop has a moment to read it.
-        starting_seconds = GOODBYE_SECONDS if relay.requested else JOIN_SECONDS
-        nobody_more = len(came) >= expected or now > (began_at if relay.requested else started_at) + starting_seconds
+        # Who is just starting while all are asked to stop has a moment to read it.
+        until = began_at + GOODBYE_SECONDS if relay.requested else started_at + JOIN_SECONDS
+        nobody_more = len(came) >= expected or now > until
         if nobody_more and (came <= set(store.since("goodbyes", 0)) or now > changed_at + GOODBYE_SECONDS):
             return
         clock.sleep(0.1)

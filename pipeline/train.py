@@ -71,7 +71,7 @@ def run(config: Config, paths: Paths, resume: Path | None = None) -> int:
         kept = checkpoints.newest(job.run)
         progress.say(f"training {config.model.name} on {manifest.name}: {where}, run {name}" + (f", going on from {kept}" if kept else ""))
         if config.dist.world_size < asked:
-            progress.say(f"{config.dist.world_size} and not {asked} ranks, one for each GPU of this machine; the bits are the same")
+            progress.say(f"world size {config.dist.world_size} and not {asked}, as ranks that share a GPU are slow; the bits are the same")
         if imported:
             progress.say(imported)
         return carry_out(job, paths, lock, progress, facts_of(config, placement, manifest, name, receipts.git_state()))

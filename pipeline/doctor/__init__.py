@@ -4,6 +4,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.config import Config, MachineError
@@ -24,7 +25,11 @@ def run(config: Config, paths: Paths, leader: str | None = None, port: int | Non
     number = port or PORT
 
     def memory() -> list[Finding]:
-        return hardware.memory(a_gpu_each(config, detect()).dist, memory_limit())
+        ranks = config
+        # Where the driver does not work, the check of GPUs says so.
+        with suppress(MachineError):
+            ranks = a_gpu_each(config, detect())
+        return hardware.memory(ranks.dist, memory_limit())
 
     checks: dict[str, Callable[[], list[Finding]]] = {
         "GPUs": lambda: hardware.ranks(config, detect()),

@@ -30,7 +30,7 @@ def ranks(config: Config, machine: Machine) -> list[Finding]:
         if threads > cores:
             return [Finding("note", f"{text}, which is slow", _fewer_ranks(dist, cores // dist.threads_per_rank))]
         return [Finding("ok", text)]
-    text = f"{ranks_here} ranks on {gpus} GPU{'s' if gpus > 1 else ''}, {machine.gpus[0]} ({how})"
+    text = f"{ranks_here} rank{'s' * (ranks_here > 1)} on {gpus} GPU{'s' * (gpus > 1)}, {machine.gpus[0]} ({how})"
     if gpus < ranks_here and dist.backend == "auto":
         return [Finding("wrong", f"{text}: ranks that share a GPU through gloo are slow", _fewer_ranks(dist, gpus))]
     if dist.world_size < asked.world_size:

@@ -25,6 +25,7 @@ from pipeline.files import locked
 from pipeline.hardware.environment import FIXED
 from pipeline.heartbeat import FINISHING
 from pipeline.job import Job
+from pipeline.models.pools import check_backward
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.ranks import Ranks
 from pipeline.timeouts import alarm_seconds, collective_seconds
@@ -105,14 +106,6 @@ def build_model(job: Job, manifest: store.Manifest, device: torch.device) -> nn.
     torch.manual_seed(draw_seed(job.config.seed, "weights"))
     model = models.build(job.config.model.name, channels, side, manifest.num_classes)
     return model.to(device=device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue, reportUnknownVariableType]
-
-
-def check_backward(model: nn.Module, name: str, device: torch.device) -> None:
-    """Raise ConfigError for a model that a GPU could not differentiate deterministically."""
-    for module in model.modules():
-        if device.type == "cuda" and isinstance(module, nn.AdaptiveAvgPool2d) and module.output_size not in (1, (1, 1)):
-            pool = f"AdaptiveAvgPool2d to {module.output_size} has no deterministic backward on GPUs"
-            raise ConfigError(f"model.name: {name}: {pool}; set data.image_size (224 for torchvision's), or CUDA_VISIBLE_DEVICES= for CPUs")
 
 
 def train(job: Job, group: Ranks, journal: Writer) -> tuple[nn.Module, int, bool]:

@@ -28,7 +28,7 @@ def test_more_ranks_than_gpus_are_noted_and_the_fix_is_the_same_experiment() -> 
         (
             "auto",
             "note",
-            "1 ranks on 1 GPU, H200 (nccl, bf16): not 2, as ranks that share a GPU are slow; the bits are the same: set dist.wor",
+            "1 rank on 1 GPU, H200 (nccl, bf16): not 2, as ranks that share a GPU are slow; the bits are the same: set dist.wor",
         ),
         ("nccl", "wrong", "nccl wants one each; set world_size: 1, or backend: gloo"),
         ("gloo", "ok", "2 ranks on 1 GPU, H200 (gloo, bf16)"),

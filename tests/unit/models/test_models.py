@@ -8,8 +8,8 @@ import torchvision
 
 from pipeline import models
 from pipeline.config import ConfigError
+from pipeline.models.pools import check_backward
 from pipeline.models.torchvision_names import NAMES
-from pipeline.training.train_rank import check_backward
 
 
 @pytest.mark.parametrize("name", [*models.CATALOGUE, "torchvision:squeezenet1_1"])
