@@ -1,9 +1,10 @@
-"""Who may take part in a job: a worker with GPUs of its own."""
+"""Who may take part in a job: a worker with GPUs of its own; and who is waited for at its end."""
 
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from pipeline.cluster.membership import MultiNode
 from pipeline.cluster.messages import Reply
 from pipeline.cluster.store import ClusterStore
 from pipeline.launch.node import Node
+from pipeline.lead import SignalRelay, wait_for_goodbyes
 from tests.kit.driver import driver
 from tests.kit.experiment import ROOT
 from tests.kit.machines import offer_of
@@ -50,3 +52,36 @@ def test_only_the_gpus_that_ranks_of_nccl_compute_on_are_their_own(backend: str,
     program = f"from pipeline.cluster.readiness import gpus_of_ranks; print(*gpus_of_ranks({backend!r}, {ranks}))"
     said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=os.environ | driver(tmp_path), capture_output=True, text=True)
     assert said.stdout.split() == ["11" * 16, "12" * 16][:uuids], said.stderr
+
+
+class Seconds:
+    """A clock of no real time: `then` is done from 2 s on."""
+
+    def __init__(self, then: Callable[[], None]):
+        self.now, self._then = 0.0, then
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now >= 2:
+            self._then()
+
+
+@pytest.mark.parametrize(("comes", "seconds"), [(True, 2), (False, 5)])
+def test_a_worker_that_starts_as_all_are_stopped_still_reads_how_it_ended(comes: bool, seconds: float) -> None:
+    store, relay = ClusterStore(HashStore(), "leader"), SignalRelay(0)
+    relay._requested_at = 0.0
+
+    def come() -> None:
+        for name in ("workers", "goodbyes"):
+            if not store.since(name, 0):
+                store.append(name, "late")
+
+    clock = Seconds(come if comes else lambda: None)
+    wait_for_goodbyes(store, 1, 0.0, relay, clock)
+    assert seconds <= clock.now < seconds + 1
