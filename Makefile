@@ -31,8 +31,9 @@ PARALLEL := -n logical --maxprocesses=4 --dist loadfile
 test: $(READY) ## set up, then the tests that need neither containers nor long campaigns
 	@$(PYTEST) $(PARALLEL) -m "$(FAST)" && $(PYTEST) $(PARALLEL) -m "slow and not (fault or chaos or docker or gpu or system)"
 
+# These wait a quarter of their time, so there are more workers than two cores.
 test-all: test ## the same, then faults, containers and chaos
-	@$(PYTEST) $(PARALLEL) -m "slow and (fault or chaos) and not (docker or gpu or system)" && $(PYTEST) -m "(docker or gpu) and not system"
+	@$(PYTEST) -n 3 --dist loadfile -m "(docker or gpu or slow and (fault or chaos)) and not system"
 
 test-systems: $(READY) ## another Debian, with another Python; an image built without a cache
 	@LOCKSTEP_NO_SKIPS=1 $(PYTEST) -m system

@@ -53,7 +53,8 @@ def wait_for_training(clone: Experiment, process: "subprocess.Popen[str]", step:
 
     def reached() -> bool:
         journals = list(clone.folder.glob("runs/*/journal.jsonl"))
-        return bool(journals) and status(clone)["outcome"] == "running" and last(journals[0], "metrics").get("step", 0) >= step
+        # The status is written after the journal begins, and before the first step.
+        return bool(journals) and last(journals[0], "metrics").get("step", 0) >= step and status(clone)["outcome"] == "running"
 
     until(reached, process)
     return psutil.Process(int(status(clone)["process"].split()[0]))
