@@ -30,6 +30,8 @@ def test_dvc_is_told_by_what_runs_and_not_by_what_is_named(tmp_path, words: list
     with subprocess.Popen(words, stdin=subprocess.PIPE, cwd=tmp_path, text=True) as process:
         assert process.stdin is not None
         process.stdin.write(SLEEP)
+        # Not left to `close`, which may come after the end of who reads it.
+        process.stdin.flush()
         one = psutil.Process(process.pid)
         # Forked from here, then bash, then what is asked about.
         until(lambda: one.cmdline() != psutil.Process().cmdline() and one.cmdline()[:1] not in ([], ["bash"]))
