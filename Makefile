@@ -5,7 +5,7 @@ READY := .venv/.ready
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup repro test test-all test-systems test-fast lint lock audit golden faults chaos mutate fuzz bench up ui
+.PHONY: help setup repro test test-all test-systems test-fast lint lock audit golden faults chaos mutate fuzz bench bench-gpu up ui
 
 help: ## print this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,9 +31,8 @@ PARALLEL := -n logical --maxprocesses=4 --dist loadfile
 test: $(READY) ## set up, then the tests that need neither containers nor long campaigns
 	@$(PYTEST) $(PARALLEL) -m "$(FAST)" && $(PYTEST) $(PARALLEL) -m "slow and not (fault or chaos or docker or gpu or system)"
 
-# These wait a quarter of their time, so there are more workers than two cores.
 test-all: test ## the same, then faults, containers and chaos
-	@$(PYTEST) -n 3 --dist loadfile -m "(docker or gpu or slow and (fault or chaos)) and not system"
+	@$(PYTEST) $(PARALLEL) -m "(docker or gpu or slow and (fault or chaos)) and not system"
 
 test-systems: $(READY) ## another Debian, with another Python; an image built without a cache
 	@LOCKSTEP_NO_SKIPS=1 $(PYTEST) -m system
@@ -78,6 +77,9 @@ fuzz: $(READY) ## property tests with new random examples; prints the seed
 	python -m pytest -m "$(FAST)" --hypothesis-profile=fuzz --hypothesis-seed=$$seed tests/unit
 
 BENCH :=
+
+bench-gpu: $(READY) ## what only a GPU can show, in parts of ten minutes at most; BENCH names parts, or --rehearse for a CPU
+	@python bench/gpu.py $(BENCH)
 
 bench: $(READY) ## what a step, a training, a start and a no-op cost, and against whom; BENCH names parts of it
 	@python bench/run.py $(BENCH)

@@ -46,17 +46,17 @@ def show(name: str, values: list[float], unit: str = "") -> None:
     print(f"  {name:<34} median {statistics.median(values):>10,.3f}{unit}  {min(values):,.3f} to {max(values):,.3f}  n={len(values)}")
 
 
-def torchrun(script: str, *arguments: str) -> str:
+def torchrun(script: str, *arguments: str, ranks: int = 2) -> str:
     command = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
-        "--nproc-per-node=2",
+        f"--nproc-per-node={ranks}",
         str(ROOT / "bench" / script),
         *arguments,
     ]
-    return subprocess.run(command, env=environment(Node(2, 1)), capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, env=environment(Node(ranks, 1)), capture_output=True, text=True, check=True).stdout
 
 
 def lenet(wanted: argparse.Namespace) -> None:

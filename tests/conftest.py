@@ -16,6 +16,7 @@ import yaml
 
 from tests.kit.checkout import clone_of
 from tests.kit.compose import IMAGE, USER, Project, sh
+from tests.kit.devices import MISSING
 from tests.kit.experiment import LONGER, ROOT, Experiment, clean_environment
 from tests.kit.groups import run_ranks
 from tests.kit.skips import NO_GPU, NO_SLURM, pytest_sessionfinish
@@ -43,10 +44,10 @@ def answers(*words: str) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    no_gpu = not torch.cuda.is_available()
     no_engine, no_slurm = (not answers(*words) for words in (("docker", "info"), ("sinfo",)))
     for item in items:
-        if no_gpu and item.get_closest_marker("gpu"):
+        item.user_properties += [("proves", marker.args[0]) for marker in item.iter_markers("gpu") if marker.args]
+        if MISSING and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
         if no_slurm and item.get_closest_marker("slurm"):
             item.add_marker(pytest.mark.skip(reason=NO_SLURM))

@@ -18,21 +18,24 @@ from pipeline.hardware.placement import a_gpu_each
 from pipeline.tracking.mirror_process import tracking_uri
 
 LIMIT_SECONDS = 3.5
+# Why a check may not answer in time although nothing is broken.
+SLOW = {"GPUs": "keep the driver loaded: nvidia-smi -pm 1; without that it takes seconds to start"}
 
 
 def run(config: Config, paths: Paths, leader: str | None = None, port: int | None = None) -> int:
     """Run all checks at once and print what each of them found; returns 4 if anything is wrong."""
-    number = port or PORT
+    number, machine = port or PORT, in_background(detect)
 
     def memory() -> list[Finding]:
-        ranks = config
-        # Where the driver does not work, the check of GPUs says so.
-        with suppress(MachineError):
-            ranks = a_gpu_each(config, detect())
-        return hardware.memory(ranks.dist, memory_limit())
+        ranks, device = config, "cpu"
+        # Where the driver does not work or answer, the check of GPUs says so.
+        with suppress(MachineError, TimeoutError):
+            here = machine.result(LIMIT_SECONDS / 2)
+            ranks, device = a_gpu_each(config, here), "cuda" if here.gpus else "cpu"
+        return hardware.memory(ranks.dist, memory_limit(), device)
 
     checks: dict[str, Callable[[], list[Finding]]] = {
-        "GPUs": lambda: hardware.ranks(config, detect()),
+        "GPUs": lambda: hardware.ranks(config, machine.result()),
         "memory": memory,
         "/dev/shm": lambda: [hardware.shared_memory(Path("/dev/shm"))],
         "disk": lambda: [folders.disk(paths.runs)],
@@ -52,7 +55,7 @@ def run(config: Config, paths: Paths, leader: str | None = None, port: int | Non
         try:
             findings = result.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
-            findings = [Finding("wrong", f"{name}: no answer in time")]
+            findings = [Finding("wrong", f"{name}: no answer in time", SLOW.get(name, ""))]
         except (OSError, ValueError, MachineError) as error:
             findings = [Finding("wrong", f"{name}: {error}")]
         for finding in findings:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 CATALOGUE = {
     "ddp": "pipeline.parallel.ddp",
+    "graphs": "pipeline.parallel.graphs",
 }
 
 

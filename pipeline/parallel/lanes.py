@@ -77,9 +77,17 @@ class Task:
     autocast: Callable[[], AbstractContextManager[object]]
 
     def forward(self, model: nn.Module, step: int, lane: int) -> tuple[Tensor, Tensor]:
-        """The sum of the losses of one lane, and its row of totals; its random draws depend on (seed, step, lane) alone."""
+        """The sum of the losses of one lane, and its row of totals."""
+        return self.loss(model, *self.begin(step, lane))
+
+    def begin(self, step: int, lane: int) -> tuple[Tensor, Tensor]:
+        """The batch of one lane; from here on its random draws depend on (seed, step, lane) alone."""
         images, labels = self.batch(step, lane)
         seed_draws(draw_seed(self.seed, "lane", step, lane), images.device)
+        return images, labels
+
+    def loss(self, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of the losses of some images, and their row of totals."""
         with self.autocast():
             logits = model(images)
         loss = F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=self.label_smoothing)

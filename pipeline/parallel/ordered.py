@@ -1,5 +1,7 @@
 """The ordered reduction: lanes summed in one fixed tree, so the result does not depend on who owns them. No collective adds."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +115,8 @@ class LaneGradients:
         self._index: dict[Tensor, int] = {parameter: index for index, parameter in enumerate(parameters)}
         self._stack: list[TreeNode[list[Tensor]]] = []
         self._under_way: list[_Sum] = []
+        # Backward's own stream would wait for the network.
+        self._stream = torch.cuda.Stream(ranks.device, priority=-1) if ranks.device.type == "cuda" and ranks.size > 1 else None
 
     def keep(self, lane: int) -> None:
         """Take the gradients of one lane off the parameters."""
@@ -128,21 +132,35 @@ class LaneGradients:
         owners = bucket.parameters()
         stack: list[TreeNode[Tensor]] = []
         for start, size, gradients in self._stack:
-            stack.append((start, size, _flat([gradients[self._index[owner]] for owner in owners], owners)))
+            stack.append((start, size, flat([gradients[self._index[owner]] for owner in owners], owners)))
         # DDP copies the result into the bucket unless it is there already.
         own = bucket.buffer()
         push(stack, (self._lanes.own[-1], 1, own), add)
-        under_way = self._sum.scatter(stack, own)
-        under_way.future = Future(devices=[self._device] if self._device.type == "cuda" else None)
-        if self._under_way:
-            self._pulse.waiting()
-            self._sum.gather(self._under_way[-1])
-            self._pulse.computing()
-        self._under_way.append(under_way)
-        if bucket.is_last():
-            self._pulse.waiting()
-            self._finish()
+        with self._beside_backward([value for _, _, value in stack]):
+            under_way = self._sum.scatter(stack, own)
+            under_way.future = Future(devices=[self._device] if self._device.type == "cuda" else None)
+            if self._under_way:
+                self._pulse.waiting()
+                self._sum.gather(self._under_way[-1])
+                self._pulse.computing()
+            self._under_way.append(under_way)
+            if bucket.is_last():
+                self._pulse.waiting()
+                self._finish()
         return under_way.future
+
+    @contextmanager
+    def _beside_backward(self, values: list[Tensor]) -> Generator[None]:
+        """On a GPU, queue what follows on a stream of its own, behind what made these values."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        for value in values:
+            # Their memory is not given to others before this stream has read it.
+            value.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            yield
 
     def _finish(self) -> None:
         self._sum.gather(self._under_way[-1])
@@ -153,7 +171,7 @@ class LaneGradients:
         self._stack.clear()
 
 
-def _flat(gradients: list[Tensor], owners: list[Tensor]) -> Tensor:
+def flat(gradients: list[Tensor], owners: list[Tensor]) -> Tensor:
     """Gradients one behind the other, each in the memory order of its parameter, as DDP lays them out in a bucket.
 
     `bucket.gradients()` would not do: it shows the bytes of a channels-last gradient as if they were in plain order.

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 
 import torch
 from torch import nn
@@ -186,6 +187,7 @@ def run_as_rank(main: Callable[[Job], None]) -> None:
             # The agent has gone while this process began: nobody would hear of it.
             sys.exit(1)
     job = jobs.read(Path(sys.argv[1]))
+    sys.excepthook = exit_at_once
     record(lambda: run_or_exit(main, job))()
 
 
@@ -201,6 +203,12 @@ def run_or_exit(main: Callable[[Job], None], job: Job) -> None:
         exit_with_reason(
             f"{error.filename or job.run}: {error.strerror}; see that there is room and a right to write", MachineError.exit_code
         )
+
+
+def exit_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error and end this process: the interpreter's own end may wait for an NCCL kernel that waits for a lost peer."""
+    sys.__excepthook__(kind, error, trace)
+    os._exit(1)
 
 
 def exit_with_reason(reason: str, exit_code: int) -> None:

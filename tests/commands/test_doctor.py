@@ -17,6 +17,7 @@ from pipeline import doctor
 from pipeline.doctor import network
 from pipeline.doctor.hardware import SHARED_BYTES
 from tests.kit.compose import free_port
+from tests.kit.driver import driver
 from tests.kit.experiment import ROOT, Experiment, clean_environment
 from tests.unit.doctor.test_network import listening
 
@@ -106,6 +107,12 @@ def test_a_broken_driver_is_wrong_unless_no_gpu_is_wanted(experiment: Experiment
     found = line(ask(experiment, **broken), "wrong", "GPUs: the GPU's driver does not work (cuInit failed with 803")
     assert found.endswith("see nvidia-smi, or set CUDA_VISIBLE_DEVICES= for CPUs")
     assert "wrong  GPUs" not in experiment.run("doctor", "--port", str(free_port()), CUDA_VISIBLE_DEVICES="", **broken)
+
+
+def test_a_driver_that_takes_long_to_load_is_told_from_a_broken_one(experiment: Experiment) -> None:
+    found = ask(experiment, **driver(experiment.folder / "driver", SECONDS=20))
+    assert "nvidia-smi -pm 1" in line(found, "wrong", "GPUs: no answer in time")
+    assert "wrong  memory" not in found
 
 
 @pytest.mark.slow

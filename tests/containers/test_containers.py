@@ -151,8 +151,21 @@ def test_a_change_of_code_rebuilds_in_seconds_and_two_builds_install_the_same(im
         sh("docker", "image", "rm", "--force", f"{image}:changed", f"{image}:again", expect=None)
 
 
-def test_the_gpu_file_gives_each_service_its_own(project: Callable[..., Project]) -> None:
-    job = project("gpus", "docker-compose.gpu.yml")
+def test_the_gpu_file_gives_all_gpus_to_one_container(project: Callable[..., Project]) -> None:
+    job = project("all-gpus", "docker-compose.gpu.yml")
+    for environment, expected in (
+        ({}, ("nvidia", ["all"])),
+        ({"GPU_DRIVER": "cdi", "GPUS": "nvidia.com/gpu=all"}, ("cdi", ["nvidia.com/gpu=all"])),
+    ):
+        services = json.loads(job.compose("config", "--format", "json", **environment))["services"]
+        (device,) = services["leader"]["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["device_ids"]) == expected
+        assert services["leader"]["command"] == ["dvc", "repro"]
+        assert services["worker"]["deploy"]["replicas"] == 0
+
+
+def test_the_other_gpu_file_gives_each_service_its_own(project: Callable[..., Project]) -> None:
+    job = project("gpus", "docker-compose.gpu-each.yml")
     services = json.loads(job.compose("config", "--format", "json", LEADER_GPUS="0", WORKER_GPUS="3"))["services"]
     for service, gpu in (("leader", "0"), ("worker", "3")):
         (device,) = services[service]["deploy"]["resources"]["reservations"]["devices"]

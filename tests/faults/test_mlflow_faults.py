@@ -151,16 +151,17 @@ def test_a_bad_server_makes_the_exit_late_by_ten_seconds_at_most(
     record_property("happened", f"{mode}: exit 0, {late:.1f} s late, one warning; {speed}; after sync the same as baseline")
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.fault(17, "behind a proxy every call takes 3 s")
+@pytest.mark.fault(17, "behind a proxy every call takes 1.2 s, a minute in all")
 def test_a_slow_server_is_waited_for_as_long_as_it_takes_what_it_is_sent(
     baseline: Experiment, experiment: Experiment, server: Server, record_property: Note
 ) -> None:
     experiment.set(**LONGER).run("prepare")
     proxy = Proxy(server.uri)
-    proxy.mode = "slow"
+    proxy.mode, proxy.slow_seconds = "slow", 1.2
     said, late = late_seconds(experiment, experiment.start("train", MLFLOW_TRACKING_URI=proxy.uri))
     proxy.close()
+    # As long as a server that answers nothing is waited for, several times over.
+    assert late > 40
     assert said.count("MLflow is still receiving; waiting for it") == 1, said
     assert "MLflow does not have all of it yet" not in said
     assert in_mlflow(server.uri, tag_of(experiment)) == in_mlflow(f"sqlite:///{baseline.folder / 'mlflow.db'}", tag_of(baseline))

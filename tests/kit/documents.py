@@ -13,9 +13,14 @@ INSTEAD = {
     "make test": ("make --dry-run test", "these tests are part of it"),
     "make faults": ("PYTEST_ADDOPTS=--collect-only make faults", "half an hour; this fails where a required case has no test"),
     "make chaos SEED=1 N=100": ("make --dry-run chaos SEED=1 N=100", "an hour; tests/faults/test_chaos.py does four faults"),
+    "make bench-gpu BENCH='--rehearse --out /tmp/rehearsal.json twice'": (
+        "python bench/gpu.py --help",
+        "a minute, and then nothing of a GPU",
+    ),
     "make bench": ("make bench BENCH='--pairs=1 --seconds=0.1 lenet'", "an hour"),
     "python bench/faults.py": ("python bench/faults.py --help", "half an hour"),
     f"{_COMPOSE}.gpu.yml up": (f"{_COMPOSE}.gpu.yml config --quiet", "needs GPUs"),
+    f"{_COMPOSE}.gpu-each.yml up": (f"{_COMPOSE}.gpu-each.yml config --quiet", "needs GPUs"),
     f"POSTGRES_PASSWORD=secret {_COMPOSE}.postgres.yml up --build": (
         f"{_COMPOSE}.postgres.yml config --quiet",
         "tests/containers/test_compose.py trains with it",
@@ -37,6 +42,8 @@ ELSEWHERE = {
     "docker kill": "tests/containers/test_compose.py",
     "python -m pipeline train --resume runs/…": "tests/ranks/test_bits.py",
     "python bench/run.py PART…": "`make bench`, above",
+    "python bench/gpu.py PART…": "nobody: it needs a GPU; tests/ranks/test_gpu.py and others are what it runs",
+    "make bench-gpu": "nobody: it needs a GPU",
     "python -m pipeline lead dvc repro": "tests/commands/test_lead.py, with a scheduler's variables",
     "python -m pipeline.launch.agent": "every training",
 }

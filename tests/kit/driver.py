@@ -8,7 +8,8 @@ import pytest
 
 CODE = """
 #include <string.h>
-int cuInit(unsigned flags) { return INIT; }
+#include <unistd.h>
+int cuInit(unsigned flags) { sleep(SECONDS); return INIT; }
 int cuDriverGetVersion(int *version) { *version = DRIVER; return 0; }
 int cuDeviceGetCount(int *count) { *count = GPUS; return 0; }
 int cuDeviceGet(int *device, int index) { *device = index; return 0; }
@@ -30,7 +31,7 @@ def driver(folder: Path, **changes: int) -> dict[str, str]:
         pytest.skip("needs gcc")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cuda.c").write_text(CODE)
-    values = {"INIT": 0, "DRIVER": 13000, "GPUS": 2, "SMS": 132, "CAPABILITY": 90, "ATTRIBUTES": 0, "UUID": 17} | changes
+    values = {"INIT": 0, "DRIVER": 13000, "GPUS": 2, "SMS": 132, "CAPABILITY": 90, "ATTRIBUTES": 0, "UUID": 17, "SECONDS": 0} | changes
     words = [*(f"-D{name}={value}" for name, value in values.items()), '-DNAME="NVIDIA H200"']
     subprocess.run(["gcc", "-shared", "-fPIC", *words, "-o", folder / "libcuda.so.1", folder / "cuda.c"], check=True)
     return {"LD_LIBRARY_PATH": str(folder)}

@@ -4,6 +4,7 @@ import os
 import pickle
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,30 @@ import torch
 import torch.multiprocessing as processes
 
 from pipeline import ranks
+from pipeline.hardware.environment import FIXED
 
 
-def _as_rank(rank: int, size: int, folder: str, device: str, work: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
-    os.environ |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+@dataclass(frozen=True)
+class _Place:
+    """Where the ranks of a group run."""
+
+    folder: Path
+    device: str
+    backend: str
+    environment: dict[str, str]
+
+
+def _as_rank(rank: int, size: int, place: _Place, work: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo"} | FIXED | place.environment
     try:
         torch.set_num_threads(1)
-        place = ranks.Rendezvous(torch.distributed.FileStore(f"{folder}/rendezvous", size), rank, size)
-        group = ranks.init_group(device, "gloo", place, 60)
+        meeting = ranks.Rendezvous(torch.distributed.FileStore(str(place.folder / "rendezvous"), size), rank, size)
+        group = ranks.init_group(place.device, place.backend, meeting, 60)
         results = [function(group, *arguments) for function, arguments in work]
         ranks.shutdown_group(group)
-        Path(folder, f"{rank}.result").write_bytes(pickle.dumps(results))
+        (place.folder / f"{rank}.result").write_bytes(pickle.dumps(results))
     except BaseException:
-        Path(folder, f"{rank}.error").write_text(traceback.format_exc())
+        (place.folder / f"{rank}.error").write_text(traceback.format_exc())
         os._exit(1)
 
 
@@ -32,12 +44,14 @@ def _as_rank(rank: int, size: int, folder: str, device: str, work: list[tuple[Ca
 def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[list[Any]]]:
     """`run_ranks(3, (function, (argument,)), …)`: what every function returned on every rank; a rank that raises fails the test."""
 
-    def run(size: int, *work: tuple[Callable[..., Any], tuple[Any, ...]], device: str = "cpu") -> list[list[Any]]:
+    def run(
+        size: int, *work: tuple[Callable[..., Any], tuple[Any, ...]], device: str = "cpu", backend: str = "gloo", **environment: str
+    ) -> list[list[Any]]:
         folder = tmp_path_factory.mktemp("ranks")
         # Forked from a server that has imported what takes seconds, and has no threads.
         context = processes.get_context("forkserver")
         context.set_forkserver_preload(["pipeline.training.train_rank", "torch._dynamo"])
-        parts = [(rank, size, str(folder), device, list(work)) for rank in range(size)]
+        parts = [(rank, size, _Place(folder, device, backend, environment), list(work)) for rank in range(size)]
         started = [context.Process(target=_as_rank, args=part, daemon=True) for part in parts]
         for process in started:
             process.start()

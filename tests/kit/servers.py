@@ -56,13 +56,13 @@ class Server:
 
 
 class Proxy:
-    """Passes requests on to a server, unless its mode is another: slow (3 s each), hole, 500, liar.
+    """Passes requests on to a server, unless its mode is another: slow (3 s each, or another time), hole, 500, liar.
 
     It takes as many bytes a second as it is told, and answers so many seconds after it has a large body.
     """
 
     def __init__(self, target: str, bytes_per_second: float = math.inf, late_seconds: float = 0.0):
-        self.mode, self.target, proxy = "pass", target, self
+        self.mode, self.slow_seconds, self.target, proxy = "pass", 3.0, target, self
         self.bytes_per_second, self.late_seconds, self.taken_bytes = bytes_per_second, late_seconds, 0
 
         class Handler(BaseHTTPRequestHandler):
@@ -83,7 +83,7 @@ class Proxy:
             time.sleep(300)
             return
         if mode == "slow":
-            time.sleep(3)
+            time.sleep(self.slow_seconds)
         status, content = (500, b"no") if mode == "500" else (200, b"{}") if mode == "liar" else self._passed_on(asked, body)
         asked.send_response(status)
         asked.send_header("Content-Type", "application/json")

@@ -11,6 +11,7 @@ from pipeline.job import Job
 from pipeline.tracking.journal import Journal, Silent, Writer
 from pipeline.training import train_rank
 from pipeline.training.checkpoint import weights_sha256
+from tests.kit.devices import GPU, NCCL, also_on_gpu
 from tests.kit.experiment import make_job
 
 # Six steps an epoch, 18 in all; a ResNet-18, whose step takes a second, has half of both.
@@ -101,13 +102,14 @@ def trained(group: Any, job: Job, stop_after: int | None) -> tuple[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_weights_have_the_same_bits_on_any_ranks_and_through_stops(tmp_path: Path, run_ranks) -> None:
+@also_on_gpu("G2, G10: one digest on any ranks, and through stops and checkpoints")
+def test_weights_have_the_same_bits_on_any_ranks_and_through_stops(device: str, tmp_path: Path, run_ranks) -> None:
     expected: dict[str, str] = {}
     compared = 0
     for size in (1, 2, 3, 4):
         keys = [(case, placement) for case, placement in placed() if placement.size == size]
-        work = [(trained, (job_of(tmp_path, case, placement, str(placement)), None)) for case, placement in keys]
-        for results in run_ranks(size, *work):
+        work = [(trained, (job_of(tmp_path, case, placement, str(placement), device), None)) for case, placement in keys]
+        for results in run_ranks(size, *work, device=device):
             for (case, placement), (digest, step) in zip(keys, results, strict=True):
                 assert step == steps_of(case)
                 assert digest == expected.setdefault(case, digest), (case, placement)
@@ -118,8 +120,9 @@ def test_weights_have_the_same_bits_on_any_ranks_and_through_stops(tmp_path: Pat
     # Stopped in the first epoch, in the middle of the second, and in the last; each time it goes on with other ranks.
     for size, share in ((2, 1 / 9), (3, 4 / 9), (1, 7 / 9), (2, None)):
         stops = [round(steps_of(case) * share) if share else None for case in CASES]
-        work = [(trained, (job_of(tmp_path, case, Placement(size), "stopped"), stop)) for case, stop in zip(CASES, stops, strict=True)]
-        for case, stop, (digest, step) in zip(CASES, stops, run_ranks(size, *work)[0], strict=True):
+        jobs = [job_of(tmp_path, case, Placement(size), "stopped", device) for case in CASES]
+        work = [(trained, parts) for parts in zip(jobs, stops, strict=True)]
+        for case, stop, (digest, step) in zip(CASES, stops, run_ranks(size, *work, device=device)[0], strict=True):
             if stop is None:
                 assert (step, digest) == (steps_of(case), expected[case]), case
             else:
@@ -128,11 +131,27 @@ def test_weights_have_the_same_bits_on_any_ranks_and_through_stops(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@also_on_gpu("G3, G4: the same bits twice, under nccl, and on two ranks that share a GPU")
 def test_one_device_gives_the_same_bits_twice_and_to_two_ranks_that_share_it(device: str, tmp_path: Path, run_ranks) -> None:
+    backends = {"once": "gloo", "twice": "gloo", "nccl": NCCL if device == GPU else "gloo", "shared": "gloo"}
+    # A ResNet-18 too where a step does not take a second.
+    for case in ["lenet, crop-flip, bf16"] if device == "cpu" else ["lenet, crop-flip, bf16", "resnet18, crop-flip, fp32", RESNET_BF16]:
+        digests = []
+        for name, backend in backends.items():
+            size = 2 if name == "shared" else 1
+            job = job_of(tmp_path, case, Placement(size), name, device)
+            digests += [digest for ((digest, _),) in run_ranks(size, (trained, (job, None)), device=device, backend=backend)]
+        assert len(digests) == 5
+        assert len(set(digests)) == 1, case
+
+
+@pytest.mark.slow
+def test_graphs_end_in_the_same_bits_as_ddp(tmp_path: Path, run_ranks) -> None:
     case, digests = "lenet, crop-flip, bf16", []
-    for name, size in (("once", 1), ("twice", 1), ("shared", 2)):
-        job = job_of(tmp_path, case, Placement(size), name, device)
-        digests += [digest for ((digest, _),) in run_ranks(size, (trained, (job, None)), device=device)]
-    assert len(digests) == 4
+    for strategy, size in (("ddp", 1), ("graphs", 1), ("graphs", 3)):
+        job = job_of(tmp_path, case, Placement(size), f"{strategy} {size}")
+        dist = job.config.dist.model_copy(update={"strategy": strategy})
+        job = job.model_copy(update={"config": job.config.model_copy(update={"dist": dist})})
+        digests += [digest for ((digest, _),) in run_ranks(size, (trained, (job, None)))]
+    assert len(digests) == 5
     assert len(set(digests)) == 1

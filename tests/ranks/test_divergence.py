@@ -12,6 +12,7 @@ from pipeline.job import Job
 from pipeline.tracking.journal import Journal, Silent
 from pipeline.training import train_rank
 from pipeline.training.guard import Diverged
+from tests.kit.devices import also_on_gpu
 from tests.kit.experiment import make_job
 from tests.kit.faulty import Fault
 
@@ -47,7 +48,7 @@ def breaking(build: Any) -> Any:
             seen += 1
             # Two lanes a step.
             return (
-                torch.where(torch.arange(gradient.numel()).view_as(gradient) == 3, float("nan"), gradient)
+                torch.where(torch.arange(gradient.numel(), device=gradient.device).view_as(gradient) == 3, float("nan"), gradient)
                 if seen == 2 * STEP + 1
                 else gradient
             )
@@ -59,10 +60,11 @@ def breaking(build: Any) -> Any:
 
 
 @pytest.mark.fault(15, "on one of two ranks: NaN and infinity in an image, NaN born in the gradient")
-def test_a_number_that_is_none_on_one_rank_ends_all_before_the_update(tmp_path: Path, run_ranks) -> None:
+@also_on_gpu("G9: NaN on one rank ends all of them before the update")
+def test_a_number_that_is_none_on_one_rank_ends_all_before_the_update(device: str, tmp_path: Path, run_ranks) -> None:
     kinds = ("nan", "infinity", "backward")
-    jobs = [make_job(tmp_path / kind, **SHAPE) for kind in kinds]
-    first, second = run_ranks(2, *((diverged, (job, kind)) for job, kind in zip(jobs, kinds, strict=True)))
+    jobs = [make_job(tmp_path / kind, **SHAPE).model_copy(update={"device": device}) for kind in kinds]
+    first, second = run_ranks(2, *((diverged, (job, kind)) for job, kind in zip(jobs, kinds, strict=True)), device=device)
     assert first == second, "all ranks decide alike"
     for job, kind, said in zip(jobs, kinds, first, strict=True):
         assert f"the gradient of step {STEP} is not finite" in said, kind

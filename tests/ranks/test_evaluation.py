@@ -23,14 +23,15 @@ from pipeline.data import Split, store
 from pipeline.data.batches import Pixels, chunks
 from pipeline.hardware import machine
 from pipeline.training.evaluation import Evaluation
+from tests.kit.devices import also_on_gpu
 from tests.kit.experiment import ROOT, Experiment, make_job
 
 
 def evaluated(group, prepared: Path, count: int) -> tuple[float, int, int, int, list[list[int]]]:
     manifest, split = store.read_manifest(prepared), store.open_split(prepared, "test")
     torch.manual_seed(0)
-    model = models.build("lenet", 1, 28, 10)
-    pixels = Pixels(manifest.mean, manifest.std, torch.device("cpu"))
+    model = models.build("lenet", 1, 28, 10).to(group.device)
+    pixels = Pixels(manifest.mean, manifest.std, group.device)
     result = Evaluation(Split(split.images[:count], split.labels[:count]), pixels, 10, group)(model, None)
     return result.loss, result.correct, result.top5_correct, result.total, result.confusion.tolist()
 
@@ -44,7 +45,7 @@ class Coarse(nn.Module):
 
 def coarse(group, prepared: Path, count: int) -> tuple[int, int, list[list[int]]]:
     manifest, split = store.read_manifest(prepared), store.open_split(prepared, "test")
-    pixels = Pixels(manifest.mean, manifest.std, torch.device("cpu"))
+    pixels = Pixels(manifest.mean, manifest.std, group.device)
     result = Evaluation(Split(split.images[:count], split.labels[:count]), pixels, 10, group)(Coarse(), None)
     return result.correct, result.top5_correct, result.confusion.tolist()
 
@@ -53,10 +54,11 @@ COUNTS = [1, 3, 250, 1009]
 
 
 @pytest.mark.fault(14, "1, 3, 250 and 1009 images on 1, 2 and 3 ranks")
-def test_figures_are_equal_on_one_two_and_three_ranks_for_sizes_that_nothing_divides(tmp_path: Path, run_ranks) -> None:
+@also_on_gpu("evaluation: the same figures on one, two and three ranks")
+def test_figures_are_equal_on_one_two_and_three_ranks_for_sizes_that_nothing_divides(device: str, tmp_path: Path, run_ranks) -> None:
     prepared = make_job(tmp_path, data={"name": "synthetic:2018"}).prepared
     work = [*((evaluated, (prepared, count)) for count in COUNTS), (coarse, (prepared, 1009))]
-    everyone = [result for size in (1, 2, 3) for result in run_ranks(size, *work)]
+    everyone = [result for size in (1, 2, 3) for result in run_ranks(size, *work, device=device)]
     assert len(everyone) == 6
     assert all(results == everyone[0] for results in everyone)
     for count, (_, correct, top5, total, confusion) in zip(COUNTS, everyone[0][:-1], strict=True):

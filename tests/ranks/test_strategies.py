@@ -1,6 +1,7 @@
 """Every strategy in the catalogue against one process that computes the same lanes."""
 
 import functools
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,38 +13,40 @@ from torch.nn import functional as F
 
 from pipeline import models, parallel
 from pipeline.config import draw_seed
+from pipeline.hardware.environment import FIXED
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.training.checkpoint import weights_sha256
+from tests.kit.devices import also_on_gpu
 
 BATCH, STEPS = 24, 2
 # How far native may be from one process after one step: rounding in fp32, as a share of the tensor's norm.
 NATIVE_TOLERANCE = 1e-5
 
 
-def make_model(name: str) -> nn.Module:
+def make_model(name: str, device: torch.device) -> nn.Module:
     torch.manual_seed(7)
-    return models.build(name, 1, 16, 10).to(memory_format=torch.channels_last)
+    return models.build(name, 1, 16, 10).to(device=device, memory_format=torch.channels_last)
 
 
-def batch_of(lanes: int):
+def batch_of(lanes: int, device: torch.device):
     def batch(step: int, lane: int) -> tuple[torch.Tensor, torch.Tensor]:
         source = torch.Generator().manual_seed(step)
         images, labels = torch.randn(BATCH, 1, 16, 16, generator=source), torch.randint(10, (BATCH,), generator=source)
         size = BATCH // lanes
         own = slice(lane * size, (lane + 1) * size)
-        return images[own].contiguous(memory_format=torch.channels_last), labels[own]
+        return images[own].to(device).contiguous(memory_format=torch.channels_last), labels[own].to(device)
 
     return batch
 
 
-def autocast(bf16: bool):
-    return (lambda: torch.autocast("cpu", torch.bfloat16)) if bf16 else nullcontext
+def autocast(bf16: bool, device: torch.device):
+    return (lambda: torch.autocast(device.type, torch.bfloat16)) if bf16 else nullcontext
 
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     gradients = {f"{name}.grad": parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
     floating = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-    return gradients | floating
+    return {name: value.cpu() for name, value in (gradients | floating).items()}
 
 
 def with_strategy(
@@ -51,9 +54,9 @@ def with_strategy(
 ) -> tuple[str, Any, Any]:
     """Gradients and buffers after some steps on these ranks, with plain descent in between."""
     torch.use_deterministic_algorithms(True)
-    model = make_model(model_name)
+    model = make_model(model_name, group.device)
     lanes = Lanes(per_rank, group.rank, BATCH)
-    task = Task(model, batch_of(lanes.count), 3, 0.1, autocast(bf16))
+    task = Task(model, batch_of(lanes.count, group.device), 3, 0.1, autocast(bf16, group.device))
     built = parallel.build(strategy, task, lanes, group, reduction)
     totals = []
     for step in range(steps):
@@ -80,31 +83,27 @@ def from_left(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 def one_process(
-    model_name: str, count: int, bf16: bool, steps: int = STEPS, *, add: Add = in_a_tree, seed: int = 3, training: bool = True
+    model_name: str,
+    count: int,
+    bf16: bool,
+    steps: int = STEPS,
+    *,
+    add: Add = in_a_tree,
+    seed: int = 3,
+    training: bool = True,
+    device: str = "cpu",
 ) -> tuple[str, Any, Any]:
     """The same lanes by hand."""
+    os.environ |= FIXED
     torch.use_deterministic_algorithms(True)
-    model, batch = make_model(model_name).train(training), batch_of(count)
+    place = torch.device(device)
+    model = make_model(model_name, place).train(training)
     totals = []
     for step in range(steps):
-        start = [buffer.clone() for buffer in model.buffers()]
-        results, losses, right = [], [], 0
-        for lane in range(count):
-            for buffer, value in zip(model.buffers(), start, strict=True):
-                buffer.copy_(value)
-            model.zero_grad()
-            torch.manual_seed(draw_seed(seed, "lane", step, lane))
-            images, labels = batch(step, lane)
-            with autocast(bf16)():
-                logits = model(images)
-            loss = F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=0.1)
-            (loss / BATCH).backward()
-            losses.append(loss.detach().double())
-            right += int((logits.argmax(1) == labels).sum())
-            results.append(tensors(model))
+        results, losses, right = lanes_by_hand(model, step, count, bf16, seed)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter.grad = add([result[f"{name}.grad"] for result in results])
+                parameter.grad = add([result[f"{name}.grad"] for result in results]).to(place)
             for name, buffer in model.named_buffers():
                 if buffer.is_floating_point():
                     buffer.copy_(add([result[name] for result in results]) / count)
@@ -112,6 +111,27 @@ def one_process(
         descend(model)
     found = tensors(model)
     return weights_sha256(found), found, totals
+
+
+def lanes_by_hand(model: nn.Module, step: int, count: int, bf16: bool, seed: int) -> tuple[list[Any], list[torch.Tensor], int]:
+    """Gradients and buffers after each lane of a step, the lanes' losses, and how many answers are right."""
+    place = next(model.parameters()).device
+    start, batch = [buffer.clone() for buffer in model.buffers()], batch_of(count, place)
+    results, losses, right = [], [], 0
+    for lane in range(count):
+        for buffer, value in zip(model.buffers(), start, strict=True):
+            buffer.copy_(value)
+        model.zero_grad()
+        torch.manual_seed(draw_seed(seed, "lane", step, lane))
+        images, labels = batch(step, lane)
+        with autocast(bf16, place)():
+            logits = model(images)
+        loss = F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=0.1)
+        (loss / BATCH).backward()
+        losses.append(loss.detach().double())
+        right += int((logits.argmax(1) == labels).sum())
+        results.append(tensors(model))
+    return results, losses, right
 
 
 def descend(model: nn.Module) -> None:
@@ -125,13 +145,14 @@ SHARES = {1: [[4]], 2: [[2, 2], [3, 1], [1, 3]], 3: [[1, 1, 2], [2, 1, 1]], 4: [
 
 
 @pytest.mark.parametrize("strategy", list(parallel.CATALOGUE))
-def test_ordered_equals_one_process_bit_for_bit_on_any_ranks(strategy: str, run_ranks) -> None:
-    expected = {case: one_process(case[0], 4, case[1]) for case in CASES}
+@also_on_gpu("G1, G16: every strategy has the bits of one process, whoever owns the lanes")
+def test_ordered_equals_one_process_bit_for_bit_on_any_ranks(strategy: str, device: str, run_ranks) -> None:
+    expected = {case: one_process(case[0], 4, case[1], device=device) for case in CASES}
     checked = 0
     for size, shares in SHARES.items():
         keys = [(case, share) for case in CASES for share in shares]
         work = [(with_strategy, (strategy, "ordered", name, share, bf16)) for (name, bf16), share in keys]
-        for results in run_ranks(size, *work):
+        for results in run_ranks(size, *work, device=device):
             for (case, share), (sha256, _, totals) in zip(keys, results, strict=True):
                 assert sha256 == expected[case][0], (case, share)
                 assert totals == expected[case][2], (case, share)

@@ -133,8 +133,8 @@ def remove(path: Path) -> None:
 
 
 def changed(original: bytes) -> Iterator[tuple[str, bytes]]:
-    """A JSON object, or a journal's lines, with every value of two levels replaced: by three of VALUES where a kind comes again."""
-    turn, kinds = itertools.cycle(VALUES), set[object]()
+    """A JSON object, or a journal's lines, with every value of two levels gone or replaced: by three of VALUES if its like was before."""
+    turn, seen = itertools.cycle(VALUES), set[object]()
     try:
         lines = [json.loads(original)] if original.startswith(b"{\n") else [json.loads(line) for line in original.splitlines()]
     except ValueError:
@@ -142,12 +142,11 @@ def changed(original: bytes) -> Iterator[tuple[str, bytes]]:
     for number, line in enumerate(lines):
         if not isinstance(line, dict):
             return
-        again = line.get("kind") in kinds
-        kinds.add(line.get("kind"))
-        for key, inner in [(key, None) for key in line] + [
-            (key, one) for key, value in line.items() if isinstance(value, dict) for one in value
-        ]:
-            for value in (..., *(itertools.islice(turn, 3) if again else VALUES)):
+        inside = [(key, one) for key, value in line.items() if isinstance(value, dict) for one in value]
+        for key, inner in [*((key, None) for key in line), *inside]:
+            # The same key in another line of this kind, or a neighbour of the same type, such as one module's digest beside another's.
+            like = (line.get("kind"), key, inner and type(line[key][inner]).__name__)
+            for value in (..., *(itertools.islice(turn, 3) if like in seen else VALUES)):
                 copy = json.loads(json.dumps(line))
                 place, last = (copy, key) if inner is None else (copy[key], inner)
                 place[last] = value
@@ -155,6 +154,7 @@ def changed(original: bytes) -> Iterator[tuple[str, bytes]]:
                     del place[last]
                 whole = [*lines[:number], copy, *lines[number + 1 :]]
                 yield f"line {number}, {key}/{inner}: {value!r}", b"".join(json.dumps(one).encode() + b"\n" for one in whole)
+            seen.add(like)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["finished", "stopped"])

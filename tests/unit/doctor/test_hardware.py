@@ -49,8 +49,12 @@ def test_more_threads_than_cores_are_a_note() -> None:
 
 def test_little_memory_for_a_rank_is_a_note() -> None:
     limit = 1 << 30
-    two, four = (Config.model_validate(settings(dist__world_size=size)).dist for size in (1, 4))
-    assert hardware.memory(two, limit) == []
-    (found,) = hardware.memory(four, limit)
-    assert found.kind == "note"
-    assert hardware.memory(four, None) == []
+    one, four = (Config.model_validate(settings(dist__world_size=size)).dist for size in (1, 4))
+    assert hardware.memory(one, limit, "cpu") == []
+    (found,) = hardware.memory(four, limit, "cpu")
+    assert (found.kind, found.fix) == ("note", "MEMORY=8g docker compose up, or docker run --memory=8g")
+    assert hardware.memory(four, None, "cpu") == []
+    # CUDA's libraries take more.
+    assert hardware.memory(one, 4 * limit, "cuda") == []
+    (found,) = hardware.memory(one, 4 * limit - 1, "cuda")
+    assert (found.kind, found.fix) == ("note", "MEMORY=8g docker compose up, or docker run --memory=8g")

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.heartbeat import COMPUTING, FORM, WAITING, Heartbeat
 from pipeline.parallel.lanes import Lanes, Task, TreeNode, fold, push
-from pipeline.parallel.ordered import LaneGradients, OrderedSum, _flat, _same_layout, _sliced, add, add_lists
+from pipeline.parallel.ordered import LaneGradients, OrderedSum, _same_layout, _sliced, add, add_lists, flat
 from pipeline.ranks import Ranks
 
 SHARES = [[6], [3, 3], [1, 5], [2, 4], [2, 2, 2], [1, 2, 3], [4, 1, 1], [3, 1, 2]]
@@ -158,7 +158,7 @@ def test_gradients_lie_one_behind_the_other_in_the_memory_order_of_their_weights
     in_order = of_weights.to(memory_format=torch.channels_last)
     expected = [*of_weights.permute(0, 2, 3, 1).flatten().tolist(), 30, 31, 32]
     for gradient in (of_weights, in_order):
-        assert _flat([gradient, of_bias], weights).tolist() == expected
+        assert flat([gradient, of_bias], weights).tolist() == expected
     assert not weights[0].any()
 
 

@@ -1,0 +1,144 @@
+"""What a GPU must show, in parts of ten minutes at most, with the results as JSON: `python bench/gpu.py [PART…]`.
+
+It needs torch, pytest, hypothesis, psutil, PyYAML, safetensors and pydantic; no MLflow, DVC or Docker.
+`--rehearse` runs all of it on a CPU.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bench.run import torchrun  # noqa: E402
+from pipeline.hardware import machine  # noqa: E402
+
+RANKS = "tests/ranks/"
+# Tests that are marked `gpu`, by what they take.
+TESTS = {
+    "rest": [
+        RANKS + "test_gpu.py",
+        RANKS + "test_evaluation.py",
+        RANKS + "test_divergence.py",
+        "-k",
+        "not bit_depends and not every_model",
+    ],
+    "strategies": [RANKS + "test_strategies.py"],
+    "twice": [RANKS + "test_bits.py", "-k", "gives_the_same_bits_twice"],
+    "bits": [RANKS + "test_bits.py", "-k", "on_any_ranks"],
+    "races": [RANKS + "test_gpu.py", "-k", "bit_depends"],
+    "models": [RANKS + "test_gpu.py", "-k", "every_model"],
+}
+STEPS = {"lenet": ("lenet", "7", "3"), "resnet18": ("resnet18", "7", "5")}
+LIMIT_SECONDS = 590
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What a GPU must show, in parts of ten minutes at most.")
+    parser.add_argument("parts", nargs="*", metavar="PART", choices=[*TESTS, *STEPS], help=f"of {', '.join([*TESTS, *STEPS])}; all if none")
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpu-results.json"), help="a file for the results; parts are added (gpu-results.json)"
+    )
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU, where it proves nothing but that it runs")
+    wanted = parser.parse_args()
+    if not wanted.rehearse and not torch.cuda.is_available():
+        sys.exit("bench/gpu.py: torch sees no GPU here; --rehearse runs it on the CPU")
+    results = json.loads(wanted.out.read_text()) if wanted.out.exists() else {}
+    failed = False
+    for part in wanted.parts or [*TESTS, *STEPS]:
+        started_at = time.monotonic()
+        found = tests(part, wanted) if part in TESTS else {"figures": steps(part, wanted)}
+        result = {"part": part, "seconds": round(time.monotonic() - started_at, 1), "machine": facts(wanted.rehearse)} | found
+        results[part] = result
+        wanted.out.write_text(json.dumps(results, indent=2) + "\n")
+        failed |= show(result)
+    sys.exit(failed)
+
+
+def facts(rehearsal: bool) -> dict[str, Any]:
+    """Where this ran."""
+    started_at = time.monotonic()
+    here = machine.detect()
+    found: dict[str, Any] = {"seconds to detect": round(time.monotonic() - started_at, 3), "python": platform.python_version()}
+    found |= {"torch": torch.__version__, "gpus": here.gpus, "cpu": here.cpu, "rehearsal": rehearsal}
+    if not rehearsal:
+        found |= {"cudnn": torch.backends.cudnn.version(), "nccl": torch.cuda.nccl.version(), "driver": here.driver}
+    return found
+
+
+def variables(wanted: argparse.Namespace) -> dict[str, str]:
+    """The environment of a part."""
+    older = [] if tuple(int(one) for one in torch.__version__.split(".")[:2]) >= (2, 13) else [str(ROOT / "bench" / "older_torch")]
+    paths = [*older, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return (
+        os.environ
+        | {"PYTHONPATH": os.pathsep.join(paths)}
+        | ({"LOCKSTEP_GPU": "cpu", "CUDA_VISIBLE_DEVICES": ""} if wanted.rehearse else {})
+    )
+
+
+def tests(part: str, wanted: argparse.Namespace) -> dict[str, Any]:
+    """Run the tests of a part; what each proves, and how it ended."""
+    report = wanted.out.absolute().with_suffix(".xml")
+    report.unlink(missing_ok=True)
+    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not docker", "-W", "default", f"--junitxml={report}", *TESTS[part]]
+    try:
+        said = subprocess.run(words, cwd=ROOT, env=variables(wanted), capture_output=True, text=True, timeout=LIMIT_SECONDS).stdout
+    except subprocess.TimeoutExpired as error:
+        return {"tests": [], "error": f"not done after {LIMIT_SECONDS} s", "output": str(error.stdout)[-4000:]}
+    if not report.exists():
+        return {"tests": [], "error": "pytest wrote no report", "output": said[-4000:]}
+    found = [ending(case) for case in ElementTree.parse(report).iter("testcase")]
+    report.unlink()
+    return {"tests": found}
+
+
+def ending(case: ElementTree.Element) -> dict[str, Any]:
+    """One test: what it proves, its outcome, what it recorded."""
+    properties = {one.get("name"): one.get("value") for one in case.iter("property")}
+    problem = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+    return {
+        "proves": properties.pop("proves", ""),
+        "test": case.get("name"),
+        "outcome": "passed" if problem is None else problem.tag,
+        "seconds": float(case.get("time", 0)),
+        "recorded": properties,
+        "said": "" if problem is None else (problem.get("message") or "")[:2000],
+    }
+
+
+def steps(part: str, wanted: argparse.Namespace) -> dict[str, Any]:
+    """Figures of steps against hand-written loops."""
+    model, rounds, seconds = STEPS[part]
+    os.environ |= variables(wanted)
+    arguments = (model, "3", "0.5") if wanted.rehearse else (model, rounds, seconds)
+    figures: dict[str, Any] = json.loads(torchrun("gpu_steps.py", *arguments, ranks=1).splitlines()[-1])
+    return figures
+
+
+def show(result: dict[str, Any]) -> bool:
+    """Print what a part proved and what not; returns True if something failed."""
+    rehearsed = "rehearsed on a CPU: " if result["machine"]["rehearsal"] else ""
+    print(f"\n{result['part']}: {result['seconds']:.0f} s, {rehearsed}{', '.join(result['machine']['gpus']) or result['machine']['cpu']}")
+    for one in result.get("tests", []):
+        word = {"passed": "runs" if rehearsed else "proven", "skipped": "not shown"}.get(one["outcome"], "FAILED")
+        print(f"  {word:<10} {one['proves'] or one['test']}", *[f"({one['said'].splitlines()[0][:200]})" for _ in [0] if one["said"]])
+    if "error" in result:
+        print(f"  FAILED     {result['error']}\n{result['output']}")
+    if "figures" in result:
+        print(json.dumps(result["figures"], indent=2))
+    return "error" in result or any(one["outcome"] not in ("passed", "skipped") for one in result.get("tests", []))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""CUDA graphs: the forward and backward of one lane, captured once and replayed, so that a small model does not wait for launches.
+
+The kernels are those of `ddp`, and so are the bits. On a CPU nothing is captured: the same steps run one by one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.parallel.lanes import Lanes, Task, TreeNode, fold
+from pipeline.parallel.ordered import add
+from pipeline.parallel.replicas import Differentiated, Replicas, differentiated, in_the_tree
+from pipeline.ranks import Ranks
+
+# As many as torch asks for before a capture: libraries choose their kernels and allocate in the first ones.
+WARM_UP = 3
+
+
+def build(task: Task, lanes: Lanes, ranks: Ranks, reduction: str) -> Replicas:
+    """Graphs under the ordered reduction, or under the backend's own all-reduce."""
+    made = differentiated(task, lanes)
+    lane = made.lane if ranks.device.type == "cpu" else Graph(made).lane
+    return Replicas(made, lanes, ranks, lane, in_the_tree(lanes, ranks) if reduction == "ordered" else all_reduced)
+
+
+def all_reduced(stack: list[TreeNode[Tensor]]) -> Tensor:
+    """The sum over all lanes, by the backend's all-reduce."""
+    total = fold(stack, add)
+    dist.all_reduce(total)
+    return total
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph, and the memory that it reads and writes."""
+
+    graph: "torch.cuda.CUDAGraph"
+    images: Tensor
+    labels: Tensor
+    row: Tensor
+    gradient: Tensor
+
+
+class Graph:
+    """One lane of a task, captured at its first step."""
+
+    def __init__(self, made: Differentiated):
+        self._made = made
+        self._captured: Captured | None = None
+
+    def lane(self, step: int, lane: int) -> tuple[Tensor, Tensor]:
+        """The row of totals and the flat gradient of one lane."""
+        images, labels = self._made.task.begin(step, lane)
+        if self._captured is None:
+            self._captured = self._capture(images, labels)
+            # To warm up has drawn.
+            self._made.task.begin(step, lane)
+        captured = self._captured
+        captured.images.copy_(images)
+        captured.labels.copy_(labels)
+        captured.graph.replay()
+        # The next replay writes into the same memory.
+        return captured.row.clone(), captured.gradient.clone()
+
+    def _capture(self, images: Tensor, labels: Tensor) -> Captured:
+        images, labels = images.clone(), labels.clone()
+        model = self._made.task.model
+        before = [buffer.clone() for buffer in model.buffers()]
+        here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):
+            for _ in range(WARM_UP):
+                self._made.gradient(images, labels)
+        here.wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        # Of this thread alone: NCCL's watchdog asks for events meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            row, gradient = self._made.gradient(images, labels)
+        for buffer, value in zip(model.buffers(), before, strict=True):
+            buffer.copy_(value)
+        return Captured(graph, images, labels, row, gradient)

@@ -1,0 +1,57 @@
+"""A model's buffers (BatchNorm's statistics) over the lanes of a step."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.parallel.lanes import Lanes, TreeNode, push
+from pipeline.parallel.ordered import OrderedSum, add
+from pipeline.ranks import Ranks
+
+
+class LaneBuffers:
+    """A model's buffers in a step: each lane starts from the same ones; floating-point ones become the mean over lanes."""
+
+    def __init__(self, model: nn.Module, lanes: Lanes, ranks: Ranks):
+        # Of one type each, so that a device copies a list in one launch.
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in model.buffers():
+            by_type.setdefault(buffer.dtype, []).append(buffer)
+        self._lists = list(by_type.values())
+        self._floating = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        self._sum = OrderedSum(lanes, ranks)
+        self._lanes = lanes
+        self._before: list[list[Tensor]] = []
+        self._stack: list[TreeNode[Tensor]] = []
+        self._under_way: Any = None
+
+    def start(self) -> None:
+        """A step begins."""
+        self._stack = []
+        if len(self._lanes.own) > 1:
+            self._before = [[buffer.clone() for buffer in buffers] for buffers in self._lists]
+
+    def before_lane(self, lane: int) -> None:
+        """Back to where the step began."""
+        if lane != self._lanes.own[0]:
+            for buffers, values in zip(self._lists, self._before, strict=True):
+                torch._foreach_copy_(buffers, values)  # pyright: ignore
+
+    def after_lane(self, lane: int) -> None:
+        """Keep what the lane made of the floating-point buffers; after the last one, start to send them."""
+        if not self._floating:
+            return
+        own = torch.cat([buffer.flatten() for buffer in self._floating])
+        push(self._stack, (lane, 1, own), add)
+        if lane == self._lanes.own[-1]:
+            self._under_way = self._sum.scatter(self._stack, own)
+
+    def finish(self) -> None:
+        """Set the floating-point buffers to the mean over all lanes; whole numbers are those of one lane, the same in each."""
+        if not self._floating:
+            return
+        self._sum.gather(self._under_way)
+        mean = self._sum.result(self._under_way) / self._lanes.count
+        pieces = mean.split([buffer.numel() for buffer in self._floating])
+        torch._foreach_copy_(self._floating, [piece.view_as(buffer) for piece, buffer in zip(pieces, self._floating, strict=True)])  # pyright: ignore

@@ -1,0 +1,97 @@
+"""A whole model on every rank: one lane after another, then one sum of all gradients as one flat tensor."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.parallel.lane_buffers import LaneBuffers
+from pipeline.parallel.lanes import Lanes, Task, Totals, TreeNode, push
+from pipeline.parallel.ordered import OrderedSum, add, flat
+from pipeline.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """A task and what is differentiated in it."""
+
+    task: Task
+    global_batch: int
+    parameters: list[Tensor]
+
+    def lane(self, step: int, lane: int) -> tuple[Tensor, Tensor]:
+        """The row of totals and the flat gradient of one lane."""
+        return self.gradient(*self.task.begin(step, lane))
+
+    def gradient(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of images that are at hand."""
+        loss, row = self.task.loss(self.task.model, images, labels)
+        # A loss that is no number makes the gradients none either; any other is scaled exactly.
+        scaled = loss * (1 / self.global_batch + (loss - loss).detach())
+        return row, flat(list(torch.autograd.grad(scaled, self.parameters)), self.parameters)
+
+    def views(self, values: Tensor) -> list[Tensor]:
+        """One flat tensor as the parameters lie in memory."""
+        pieces = values.split([one.numel() for one in self.parameters])
+        pairs = zip(pieces, self.parameters, strict=True)
+        return [piece.as_strided(one.size(), one.stride(), piece.storage_offset()) for piece, one in pairs]
+
+
+def differentiated(task: Task, lanes: Lanes) -> Differentiated:
+    """Return a task with its parameters, set to those of rank 0: hosts may draw other first weights."""
+    made = Differentiated(task, lanes.global_batch, [one for one in task.model.parameters() if one.requires_grad])
+    first = flat([one.detach() for one in made.parameters], made.parameters)
+    dist.broadcast(first, 0)
+    with torch.no_grad():
+        for parameter, value in zip(made.parameters, made.views(first), strict=True):
+            parameter.copy_(value)
+    return made
+
+
+class Replicas:
+    """How a lane is differentiated, and how the sums of all ranks' lanes are brought together, is given."""
+
+    def __init__(
+        self,
+        made: Differentiated,
+        lanes: Lanes,
+        ranks: Ranks,
+        lane: Callable[[int, int], tuple[Tensor, Tensor]],
+        reduce: Callable[[list[TreeNode[Tensor]]], Tensor],
+    ):
+        self._made, self._lanes, self._ranks = made, lanes, ranks
+        self._lane, self._reduce = lane, reduce
+        self._buffers = LaneBuffers(made.task.model, lanes, ranks)
+
+    def backward(self, step: int) -> Totals:
+        """Gradients of the mean loss over the global batch, and the step's totals."""
+        rows: list[Tensor] = []
+        stack: list[TreeNode[Tensor]] = []
+        self._buffers.start()
+        self._ranks.heartbeat.computing(step)
+        for lane in self._lanes.own:
+            self._buffers.before_lane(lane)
+            self._ranks.heartbeat.computing()
+            row, gradient = self._lane(step, lane)
+            self._buffers.after_lane(lane)
+            rows.append(row)
+            push(stack, (lane, 1, gradient), add)
+        self._ranks.heartbeat.waiting()
+        for parameter, gradient in zip(self._made.parameters, self._made.views(self._reduce(stack)), strict=True):
+            parameter.grad = gradient
+        self._buffers.finish()
+        return Totals(rows, self._lanes, self._ranks)
+
+
+def in_the_tree(lanes: Lanes, ranks: Ranks) -> Callable[[list[TreeNode[Tensor]]], Tensor]:
+    """The ordered sum over all lanes."""
+    sums = OrderedSum(lanes, ranks)
+
+    def reduce(stack: list[TreeNode[Tensor]]) -> Tensor:
+        under_way = sums.scatter(stack, stack[-1][2])
+        sums.gather(under_way)
+        return sums.result(under_way)
+
+    return reduce

@@ -1,0 +1,215 @@
+"""What only a GPU can show. `LOCKSTEP_GPU=cpu` rehearses it on a CPU, where it must hold too."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from pipeline import models
+from pipeline.config import ConfigError, MachineError
+from pipeline.data import store
+from pipeline.data.augment import CropFlip
+from pipeline.hardware import machine
+from pipeline.job import Job
+from pipeline.models.pools import check_backward
+from pipeline.models.torchvision_names import NAMES
+from pipeline.parallel import ordered
+from pipeline.ranks import Ranks
+from pipeline.tracking.journal import Journal, Silent
+from pipeline.training import export, loop, train_rank
+from pipeline.training.checkpoint import weights_sha256
+from pipeline.training.guard import NonFiniteGuard
+from tests.kit.devices import GPU, NCCL
+from tests.kit.experiment import make_job
+from tests.ranks.test_bits import CASES, RESNET_BF16, Placement, job_of, steps_of, trained
+
+LENET, RESNET = "lenet, crop-flip, bf16", "resnet18, crop-flip, fp32"
+ON_GPU = torch.device(GPU)
+MIB = 2**20
+
+
+def gpu(proves: str) -> Any:
+    """Mark a test that needs a GPU with what it proves there."""
+    return lambda function: pytest.mark.slow(pytest.mark.gpu(proves)(function))
+
+
+def job_on_gpu(folder: Path, case: str, run: str, size: int = 1) -> Job:
+    return job_of(folder, case, Placement(size), run, GPU)
+
+
+def late(group: Ranks, job: Job) -> tuple[str, int]:
+    """Train with a GPU that is behind when a bucket is ready: what does not wait for it reads what is not there yet."""
+    patch = pytest.MonkeyPatch()
+    in_time = ordered.LaneGradients.hook
+
+    def hook(self: Any, state: object, bucket: Any) -> Any:
+        # A hundredth of a second.
+        torch.cuda._sleep(20_000_000) if GPU == "cuda" else time.sleep(0.001)
+        return in_time(self, state, bucket)
+
+    patch.setattr(ordered.LaneGradients, "hook", hook)
+    try:
+        return trained(group, job, None)
+    finally:
+        patch.undo()
+
+
+@gpu("G5: no race: late kernels, blocking launches and an allocator without a cache change no bit")
+def test_no_bit_depends_on_when_kernels_run(tmp_path: Path, run_ranks) -> None:
+    ways: list[tuple[str, Any, dict[str, str]]] = [
+        ("plain", trained, {}),
+        ("late", late, {}),
+        ("blocking", trained, {"CUDA_LAUNCH_BLOCKING": "1"}),
+        ("without a cache", trained, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+    ]
+    for case in (LENET, RESNET_BF16):
+        found = set()
+        for name, function, environment in ways:
+            for size, backend in ((1, NCCL), (2, "gloo")):
+                job = job_on_gpu(tmp_path, case, f"{name} {size}", size)
+                work = (function, (job,) if function is late else (job, None))
+                found |= {digest for ((digest, _),) in run_ranks(size, work, device=GPU, backend=backend, **environment)}
+        assert len(found) == 1, case
+
+
+def short_of_memory(group: Ranks, job: Job, left: int | None) -> str:
+    """The digest of a training with so many bytes of the GPU's memory left, or why there is none."""
+    kept = None
+    if left is not None and GPU == "cuda":
+        kept = torch.empty(torch.cuda.mem_get_info()[0] - left, dtype=torch.uint8, device=ON_GPU)
+    try:
+        return trained(group, job, None)[0]
+    except (MachineError, torch.OutOfMemoryError) as error:
+        return f"refused: {error}"
+    finally:
+        del kept
+
+
+@gpu("G6: with little memory a run ends in the same bits or in an error, never in other bits")
+def test_a_gpu_short_of_memory_computes_the_same_bits_or_none(tmp_path: Path, run_ranks, record_property) -> None:
+    found = {}
+    for left in (None, 512 * MIB, 128 * MIB, 64 * MIB, 32 * MIB):
+        job = job_on_gpu(tmp_path, RESNET, f"left {left}")
+        ((found[left],),) = run_ranks(1, (short_of_memory, (job, left)), device=GPU)
+    record_property("endings", {str(left): said[:80] for left, said in found.items()})
+    assert not found[None].startswith("refused")
+    assert {said for said in found.values() if not said.startswith("refused")} == {found[None]}
+
+
+def one_step(group: Ranks, name: str) -> str:
+    """Two steps of a model on the GPU, from one seed: their gradients' digest, or that it is refused."""
+    torch.use_deterministic_algorithms(True)
+    digests = set()
+    for _ in range(2):
+        torch.manual_seed(0)
+        side = 224 if name.startswith(models.TORCHVISION) else 28
+        try:
+            model = models.build(name, 3, side, 10).to(device=group.device, memory_format=torch.channels_last)
+            check_backward(model, name, torch.device("cuda"))
+        except ConfigError as error:
+            return str(error)
+        images = torch.randn(2, 3, side, side, device=group.device).contiguous(memory_format=torch.channels_last)
+        with torch.autocast(group.device.type, torch.bfloat16):
+            logits = model(images)
+        F.cross_entropy(logits.float(), torch.tensor([1, 2], device=group.device)).backward()
+        gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        digests.add(weights_sha256(gradients))
+    return "equal" if len(digests) == 1 else "other bits"
+
+
+# Each needs up to a minute on a CPU.
+EVERY = [*models.CATALOGUE, *(models.TORCHVISION + name for name in NAMES)] if GPU == "cuda" else ["lenet", "torchvision:resnet18"]
+
+
+@gpu("G7: every model of the catalogue and of torchvision has a deterministic backward")
+@pytest.mark.timeout(580)
+def test_every_model_has_a_deterministic_backward(run_ranks) -> None:
+    (found,) = run_ranks(1, *((one_step, (name,)) for name in EVERY), device=GPU)
+    assert dict(zip(EVERY, found, strict=True)) == dict.fromkeys(EVERY, "equal")
+
+
+def exported(group: Ranks, job: Job) -> list[list[float]]:
+    """Train, publish the model, and say what it answers on this device to the first images."""
+    train_rank.fix_bits(job)
+    model, _, _ = train_rank.train(job, group, Journal(job.journal))
+    export.export(job, model)
+    manifest = store.read_manifest(job.prepared)
+    whole = export.Classifier(model, manifest).to(group.device).eval()
+    with torch.no_grad():
+        answers = whole(torch.from_numpy(store.open_split(job.prepared, "validation").images[:8]).to(group.device))
+    return answers.cpu().tolist()
+
+
+@gpu("G11: the published program runs on a CPU and answers within 1e-3 of the trained model")
+def test_the_published_program_answers_on_a_cpu_as_the_model_on_the_gpu(tmp_path: Path, run_ranks) -> None:
+    job = job_on_gpu(tmp_path, RESNET, "exported")
+    ((answers,),) = run_ranks(1, (exported, (job,)), device=GPU)
+    program = torch.export.load(job.run / "model.pt2").module()
+    with torch.no_grad():
+        here = program(torch.from_numpy(np.array(store.open_split(job.prepared, "validation").images[:8])))
+    assert torch.allclose(here, torch.tensor(answers), atol=1e-3)
+
+
+@gpu("G12: a GPU crops and flips to the same bytes as a CPU")
+def test_a_gpu_crops_and_flips_as_a_cpu_does() -> None:
+    images = torch.randint(256, (500, 3, 20, 20), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    samples = torch.randperm(500, generator=torch.Generator().manual_seed(1))
+    for epoch in (0, 1):
+        here = CropFlip(3, 500)(images, samples, epoch)
+        there = CropFlip(3, 500)(images.to(ON_GPU), samples.to(ON_GPU), epoch)
+        assert torch.equal(here, there.cpu())
+
+
+@gpu("G14: what is detected without torch is what torch sees")
+def test_the_machine_is_what_torch_sees() -> None:
+    found = machine.detect()
+    assert len(found.gpus) == torch.cuda.device_count()
+    for kind, index in zip(found.gpus, range(torch.cuda.device_count()), strict=True):
+        facts = torch.cuda.get_device_properties(index)
+        assert kind.startswith(f"{facts.name} ({facts.multi_processor_count} SMs, capability {facts.major}.{facts.minor})")
+
+
+class Strict(NonFiniteGuard):
+    """Lets nothing wait for the GPU between the first update after a log line and the next line."""
+
+    def observe(self) -> None:
+        super().observe()
+        if GPU == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+
+    def raise_if_diverged(self) -> None:
+        if GPU == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+        super().raise_if_diverged()
+
+
+def without_waiting(group: Ranks, job: Job) -> int:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(train_rank, "NonFiniteGuard", Strict)
+    patch.setattr(train_rank, "plan", lambda *_: loop.Steps(50, 50, 50, 1000, 48))
+    train_rank.fix_bits(job)
+    try:
+        return train_rank.train(job, group, Silent())[1]
+    finally:
+        patch.undo()
+
+
+@gpu("G15: nothing waits for the GPU between two log lines")
+@pytest.mark.parametrize("strategy", ["ddp", "graphs"])
+def test_nothing_waits_for_the_gpu_between_two_log_lines(strategy: str, tmp_path: Path, run_ranks) -> None:
+    dist = {"world_size": 1, "batch_size_per_gpu": 48, "lanes": 4, "strategy": strategy}
+    job = make_job(tmp_path, "bf16", model__name="lenet", data={"name": "synthetic:5000", "augment": "crop-flip"}, dist=dist)
+    job = job.model_copy(update={"device": GPU})
+    assert run_ranks(1, (without_waiting, (job,)), device=GPU, backend=NCCL) == [[50]]
+
+
+@gpu("G17: digests of this kind of GPU")
+def test_digests_of_this_kind_of_gpu(tmp_path: Path, run_ranks, record_property) -> None:
+    cases = [*CASES, RESNET_BF16]
+    (found,) = run_ranks(1, *((trained, (job_on_gpu(tmp_path, case, "golden"), None)) for case in cases), device=GPU)
+    assert [step for _, step in found] == [steps_of(case) for case in cases]
+    record_property("digests", {case: digest for case, (digest, _) in zip(cases, found, strict=True)})
