@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
 
 from pipeline import models, parallel, ranks
+from pipeline.config import Dist
 from pipeline.data import Split, augment
 from pipeline.data.batches import Batches, Pixels
 from pipeline.data.order import Order
@@ -64,7 +65,10 @@ def product(model_name: str, split: Split, group: ranks.Ranks, arm: tuple[str, s
     order = Order(1, len(split.labels), BATCH, count)
     batches = Batches(split, order, augment.build("none", 1, len(split.labels)), Pixels([0.3], [0.35], DEVICE), lanes.own, hold=True)
     task = Task(model, batches.lane, 1, 0.0, lambda: torch.autocast(DEVICE.type, torch.bfloat16))
-    built, optimizer = parallel.build(strategy, task, lanes, group, reduction), make_optimizer(model)
+    built, optimizer = (
+        parallel.build(task, lanes, group, Dist.model_construct(strategy=strategy, reduction=reduction)),
+        make_optimizer(model),
+    )
     guard, step = NonFiniteGuard(model, optimizer, lambda step: ""), 0
 
     def take() -> None:

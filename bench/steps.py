@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline import models, parallel, ranks
+from pipeline.config import Dist
 from pipeline.parallel.lanes import Lanes, Task
 
 BATCH_PER_RANK = 128
@@ -27,7 +28,7 @@ def make(group: ranks.Ranks, model_name: str, reduction: str, batch: tuple[torch
         label_smoothing=0.0,
         autocast=lambda: torch.autocast("cpu", torch.bfloat16, enabled=bf16),
     )
-    strategy = parallel.build("ddp", task, lanes, group, reduction)
+    strategy = parallel.build(task, lanes, group, Dist.model_construct(reduction=reduction))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4, fused=True)
 
     def take(steps: int) -> float:

@@ -82,6 +82,7 @@ class Dist(Section):
     batch_size_per_gpu: int = Field(default=128, ge=1)
     accumulation: int = Field(default=1, ge=1)
     strategy: str = "ddp"
+    algorithm: Literal["ring", "naive"] = "ring"
     reduction: Literal["ordered", "native"] = "ordered"
     lanes: int | None = Field(default=4, ge=1)
     lanes_per_rank: list[int] | None = None
@@ -162,6 +163,8 @@ class Config(Section):
         }
         if self.dist.reduction != "ordered":
             dist |= self.dist.model_dump(include={"world_size", "nodes", "accumulation"}) | {"backend": backend}
+            if self.dist.strategy == "allreduce":
+                dist["algorithm"] = self.dist.algorithm
         return {
             "seed": self.seed,
             "data": self.data.model_dump(exclude={"root"}),

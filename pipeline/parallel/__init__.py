@@ -1,4 +1,4 @@
-"""The catalogue of strategies: one module each, with `build(task, lanes, ranks, reduction) -> Strategy`.
+"""The catalogue of strategies: one module each, with `build(task, lanes, ranks, settings) -> Strategy`.
 
 A strategy turns one global batch into gradients. After `backward(step)` the gradients are those of the mean loss over the
 whole global batch, however it was split.
@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Protocol
 from pipeline.config import unknown
 
 if TYPE_CHECKING:
+    from pipeline.config import Dist
     from pipeline.parallel.lanes import Lanes, Task, Totals
     from pipeline.ranks import Ranks
 
 CATALOGUE = {
+    "allreduce": "pipeline.parallel.allreduce",
     "ddp": "pipeline.parallel.ddp",
     "graphs": "pipeline.parallel.graphs",
 }
@@ -31,7 +33,7 @@ def check(name: str) -> None:
         raise unknown("dist.strategy", name, list(CATALOGUE))
 
 
-def build(name: str, task: "Task", lanes: "Lanes", ranks: "Ranks", reduction: str) -> Strategy:
-    """The named strategy for one rank."""
-    strategy: Strategy = importlib.import_module(CATALOGUE[name]).build(task, lanes, ranks, reduction)
+def build(task: "Task", lanes: "Lanes", ranks: "Ranks", settings: "Dist") -> Strategy:
+    """The strategy of params.yaml for one rank."""
+    strategy: Strategy = importlib.import_module(CATALOGUE[settings.strategy]).build(task, lanes, ranks, settings)
     return strategy

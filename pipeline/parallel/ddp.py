@@ -6,15 +6,16 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeline.config import Dist
 from pipeline.parallel.lane_buffers import LaneBuffers
 from pipeline.parallel.lanes import Lanes, Task, Totals
 from pipeline.parallel.ordered import LaneGradients
 from pipeline.ranks import Ranks
 
 
-def build(task: Task, lanes: Lanes, ranks: Ranks, reduction: str) -> "Ddp":
+def build(task: Task, lanes: Lanes, ranks: Ranks, settings: Dist) -> "Ddp":
     """DDP under the ordered reduction, or under the backend's own all-reduce."""
-    return Ddp(task, lanes, ranks, reduction == "ordered")
+    return Ddp(task, lanes, ranks, settings.reduction == "ordered")
 
 
 class Ddp:

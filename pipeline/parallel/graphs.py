@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.config import Dist
 from pipeline.parallel.lanes import Lanes, Task, TreeNode, fold
 from pipeline.parallel.ordered import add
 from pipeline.parallel.replicas import Differentiated, Replicas, differentiated, in_the_tree
@@ -18,11 +19,11 @@ from pipeline.ranks import Ranks
 WARM_UP = 3
 
 
-def build(task: Task, lanes: Lanes, ranks: Ranks, reduction: str) -> Replicas:
+def build(task: Task, lanes: Lanes, ranks: Ranks, settings: Dist) -> Replicas:
     """Graphs under the ordered reduction, or under the backend's own all-reduce."""
     made = differentiated(task, lanes)
     lane = made.lane if ranks.device.type == "cpu" else Graph(made).lane
-    return Replicas(made, lanes, ranks, lane, in_the_tree(lanes, ranks) if reduction == "ordered" else all_reduced)
+    return Replicas(made, lanes, ranks, lane, in_the_tree(lanes, ranks) if settings.reduction == "ordered" else all_reduced)
 
 
 def all_reduced(stack: list[TreeNode[Tensor]]) -> Tensor:

@@ -12,6 +12,9 @@ from pipeline.parallel.lanes import Lanes, Task, Totals, TreeNode, push
 from pipeline.parallel.ordered import OrderedSum, add, flat
 from pipeline.ranks import Ranks
 
+# From the sums of a rank's own lanes, as nodes of the tree, to the sum over all ranks.
+Reduce = Callable[[list[TreeNode[Tensor]]], Tensor]
+
 
 @dataclass(frozen=True)
 class Differentiated:
@@ -59,7 +62,7 @@ class Replicas:
         lanes: Lanes,
         ranks: Ranks,
         lane: Callable[[int, int], tuple[Tensor, Tensor]],
-        reduce: Callable[[list[TreeNode[Tensor]]], Tensor],
+        reduce: Reduce,
     ):
         self._made, self._lanes, self._ranks = made, lanes, ranks
         self._lane, self._reduce = lane, reduce
@@ -85,7 +88,7 @@ class Replicas:
         return Totals(rows, self._lanes, self._ranks)
 
 
-def in_the_tree(lanes: Lanes, ranks: Ranks) -> Callable[[list[TreeNode[Tensor]]], Tensor]:
+def in_the_tree(lanes: Lanes, ranks: Ranks) -> Reduce:
     """The ordered sum over all lanes."""
     sums = OrderedSum(lanes, ranks)
 

@@ -137,7 +137,7 @@ def train(job: Job, group: Ranks, journal: Writer) -> tuple[nn.Module, int, bool
 
     warmup_steps = config.train.warmup_epochs * steps.per_epoch
     parts = loop.Parts(
-        strategy=parallel.build(config.dist.strategy, task, lanes, group, config.dist.reduction),
+        strategy=parallel.build(task, lanes, group, config.dist),
         optimizer=optimizer,
         guard=NonFiniteGuard(model, optimizer, explain),
         schedule=schedule.Schedule(config.train.schedule, config.train.learning_rate, warmup_steps, steps.total),

@@ -30,8 +30,8 @@ def build(channels: int, side: int, num_classes: int) -> nn.Module:
 STRATEGY = """
 from pipeline.parallel.ddp import Ddp
 
-def build(task, lanes, ranks, reduction):
-    return Ddp(task, lanes, ranks, reduction == "ordered")
+def build(task, lanes, ranks, settings):
+    return Ddp(task, lanes, ranks, settings.reduction == "ordered")
 """
 
 

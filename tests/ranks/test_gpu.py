@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
 from torch.nn import functional as F
 
 from pipeline import models
@@ -46,7 +48,7 @@ def late(group: Ranks, job: Job) -> tuple[str, int]:
     patch = pytest.MonkeyPatch()
     in_time = ordered.LaneGradients.hook
 
-    def hook(self: Any, state: object, bucket: Any) -> Any:
+    def hook(self: Any, state: object, bucket: GradBucket) -> Future[torch.Tensor]:
         # A hundredth of a second.
         torch.cuda._sleep(20_000_000) if GPU == "cuda" else time.sleep(0.001)
         return in_time(self, state, bucket)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipeline import models, parallel
-from pipeline.config import draw_seed
+from pipeline.config import Dist, draw_seed
 from pipeline.hardware.environment import FIXED
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.training.checkpoint import weights_sha256
@@ -57,7 +57,8 @@ def with_strategy(
     model = make_model(model_name, group.device)
     lanes = Lanes(per_rank, group.rank, BATCH)
     task = Task(model, batch_of(lanes.count, group.device), 3, 0.1, autocast(bf16, group.device))
-    built = parallel.build(strategy, task, lanes, group, reduction)
+    name, _, algorithm = strategy.partition(" ")
+    built = parallel.build(task, lanes, group, Dist.model_construct(strategy=name, reduction=reduction, algorithm=algorithm or "ring"))
     totals = []
     for step in range(steps):
         totals.append(built.backward(step).over_ranks())
@@ -140,11 +141,12 @@ def descend(model: nn.Module) -> None:
             parameter -= 0.05 * parameter.grad
 
 
+STRATEGIES = [*parallel.CATALOGUE, "allreduce naive"]
 CASES = [("mlp", False), ("lenet", True), ("resnet18", False)]
 SHARES = {1: [[4]], 2: [[2, 2], [3, 1], [1, 3]], 3: [[1, 1, 2], [2, 1, 1]], 4: [[1, 1, 1, 1]]}
 
 
-@pytest.mark.parametrize("strategy", list(parallel.CATALOGUE))
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @also_on_gpu("G1, G16: every strategy has the bits of one process, whoever owns the lanes")
 def test_ordered_equals_one_process_bit_for_bit_on_any_ranks(strategy: str, device: str, run_ranks) -> None:
     expected = {case: one_process(case[0], 4, case[1], device=device) for case in CASES}
@@ -160,7 +162,7 @@ def test_ordered_equals_one_process_bit_for_bit_on_any_ranks(strategy: str, devi
     assert checked == len(CASES) * (1 + 6 + 6 + 4)
 
 
-@pytest.mark.parametrize("strategy", list(parallel.CATALOGUE))
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_native_equals_one_process_within_rounding(strategy: str, run_ranks) -> None:
     """In fp32, where the only difference is the order of four additions; under [2, 2] every rank accumulates two micro-batches."""
     names = ("mlp", "resnet18")
