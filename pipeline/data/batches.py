@@ -17,10 +17,12 @@ class Pixels:
     def __init__(self, mean: list[float], std: list[float], device: torch.device):
         self.device = device
         self._mean, self._std = (torch.tensor(values, device=device)[None, :, None, None] for values in (mean, std))
+        # By a number, a GPU would multiply with the reciprocal: other bits than a CPU's, and than the published model's.
+        self._white = torch.tensor(255.0, device=device)
 
     def __call__(self, images: Tensor) -> Tensor:
         # Elementwise, so the batch's shape cannot change a bit.
-        scaled = images.to(self.device).float().div_(255).sub_(self._mean).div_(self._std)
+        scaled = images.to(self.device).float().div_(self._white).sub_(self._mean).div_(self._std)
         return scaled.contiguous(memory_format=torch.channels_last)
 
 

@@ -15,6 +15,7 @@ from pipeline import models
 from pipeline.config import ConfigError, MachineError
 from pipeline.data import store
 from pipeline.data.augment import CropFlip
+from pipeline.data.batches import Pixels
 from pipeline.hardware import machine
 from pipeline.job import Job
 from pipeline.models.pools import check_backward
@@ -156,14 +157,16 @@ def test_the_published_program_answers_on_a_cpu_as_the_model_on_the_gpu(tmp_path
     assert torch.allclose(here, torch.tensor(answers), atol=1e-3)
 
 
-@gpu("G12: a GPU crops and flips to the same bytes as a CPU")
-def test_a_gpu_crops_and_flips_as_a_cpu_does() -> None:
+@gpu("G12: a GPU crops, flips and scales to the same bits as a CPU")
+def test_a_gpu_prepares_images_as_a_cpu_does() -> None:
     images = torch.randint(256, (500, 3, 20, 20), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     samples = torch.randperm(500, generator=torch.Generator().manual_seed(1))
     for epoch in (0, 1):
         here = CropFlip(3, 500)(images, samples, epoch)
         there = CropFlip(3, 500)(images.to(ON_GPU), samples.to(ON_GPU), epoch)
         assert torch.equal(here, there.cpu())
+        scaled, scaled_there = (Pixels([0.1, 0.2, 0.3], [0.4, 0.5, 0.6], device)(here) for device in (torch.device("cpu"), ON_GPU))
+        assert torch.equal(scaled, scaled_there.cpu())
 
 
 @gpu("G14: what is detected without torch is what torch sees")

@@ -155,6 +155,15 @@ def test_the_identity_is_all_that_can_change_the_bits() -> None:
     assert native == parts | {"dist": dist | placed}
 
 
+def test_how_gradients_travel_by_hand_changes_the_bits_of_native_alone() -> None:
+    def identity(**dist: object) -> dict[str, object]:
+        return Config.model_validate({"dist": {"strategy": "allreduce", **dist}}).identity("a cpu", "bf16", "gloo")
+
+    assert identity(algorithm="ring") == identity(algorithm="naive")
+    assert identity(algorithm="ring", **NATIVE) != identity(algorithm="naive", **NATIVE)
+    assert identity(strategy="ddp", algorithm="ring", **NATIVE) == identity(strategy="ddp", algorithm="naive", **NATIVE)
+
+
 def test_a_seed_is_a_function_of_seed_and_key_that_never_changes() -> None:
     expected = int.from_bytes(hashlib.sha256(b"(1, 'lane', 2, 3)").digest()[:8], "big") // 2
     assert draw_seed(1, "lane", 2, 3) == expected == 7427211926158443960
