@@ -34,6 +34,18 @@ def weights_sha256(tensors: dict[str, Tensor]) -> str:
     return total.hexdigest()
 
 
+def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer's tensors by the names of their parameters: `optimizer.fc.weight.momentum_buffer`."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    states: dict[Tensor, dict[str, Any]] = optimizer.state
+    return {
+        f"optimizer.{names[parameter]}.{key}": value
+        for parameter, state in states.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }
+
+
 def packed(tensors: dict[str, Tensor], **facts: str) -> bytes:
     """Return tensors and facts as safetensors, with a digest over both."""
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
@@ -79,12 +91,13 @@ class Checkpoints:
         tensors, facts = from_bytes(content), facts_of(content)
         step, self.validation_due = int(facts["step"]), "validation_due" in facts
         model.load_state_dict({name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")})
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = dict(model.named_parameters())
+        places = {parameter: index for index, parameter in enumerate(one for group in optimizer.param_groups for one in group["params"])}
         state: dict[int, dict[str, Tensor]] = {}
         for name, value in tensors.items():
             if name.startswith("optimizer."):
-                _, index, key = name.split(".")
-                state.setdefault(int(index), {})[key] = _laid_out_like(parameters[int(index)], value)
+                owner, _, key = name.removeprefix("optimizer.").rpartition(".")
+                state.setdefault(places[parameters[owner]], {})[key] = _laid_out_like(parameters[owner], value)
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         self._saved = step
         return step
@@ -106,10 +119,7 @@ class Checkpoints:
         self._ranks.while_others_wait(lambda: self._write_best(model, step, accuracy))
 
     def _write(self, step: int, before: int, model: nn.Module, optimizer: Optimizer, due: dict[str, str]) -> None:
-        tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
-        state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
-        for index, values in state.items():
-            tensors |= {f"optimizer.{index}.{key}": value for key, value in values.items() if isinstance(value, Tensor)}
+        tensors = {f"model.{name}": value for name, value in model.state_dict().items()} | optimizer_tensors(model, optimizer)
         index = self._index()
         content = packed(
             tensors, step=str(step), best=json.dumps(index.get("best")), metrics=str(count_metrics(self._journal, step)), **due

@@ -14,6 +14,7 @@ from pipeline.config import MachineError
 from pipeline.files import atomic_write
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.ranks import Ranks
+from pipeline.training.checkpoint import optimizer_tensors
 
 CURE = "lower train.learning_rate or raise train.warmup_epochs"
 
@@ -64,9 +65,7 @@ class NonFiniteGuard:
     def checked_model(self, step: int) -> nn.Module:
         """Return the model, or raise Diverged, on every rank, if a weight or an optimizer state is non-finite."""
         self.raise_if_diverged()
-        kept = dict(self._model.state_dict().items())
-        for index, state in self._optimizer.state_dict()["state"].items():
-            kept |= {f"optimizer.{index}.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
+        kept = self._model.state_dict() | optimizer_tensors(self._model, self._optimizer)
         kept = {name: tensor for name, tensor in kept.items() if tensor.is_floating_point() and tensor.numel()}
         # One look at the device, however many there are.
         good = torch.stack(torch._foreach_norm(list(kept.values()), math.inf)).isfinite().tolist()  # pyright: ignore

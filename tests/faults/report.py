@@ -72,7 +72,7 @@ def rows_of(terminalreporter: pytest.TerminalReporter) -> dict[int, list[tuple[s
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Fail unless every required case has a test and all its tests have passed; with --collect-only, unless it has a test."""
     if session.config.option.collectonly:
-        tested = {number for item in session.items for name, (number, _) in item.user_properties if name == "fault"}
+        tested = {value[0] for item in session.items for name, value in item.user_properties if name == "fault"}
         if not tested >= set(REQUIRED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         return

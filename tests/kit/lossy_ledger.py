@@ -105,7 +105,11 @@ class Ledger(Watch):
         """Whether anything tells that there was a checkpoint."""
         journal = self.run / "journal.jsonl"
         told = journal.exists() and b'"kind": "checkpoint"' in journal.read_bytes()
-        return told or any(self.run.glob("checkpoints/step-*")) or (self.run / "checkpoints" / "index.json").exists()
+        index = self.run / "checkpoints" / "index.json"
+        if index.exists() and not self.is_damaged("index.json"):
+            # It may name a best model alone, before the first checkpoint is listed.
+            return told or bool(json.loads(index.read_bytes())["checkpoints"])
+        return told or index.exists() or any(self.run.glob("checkpoints/step-*"))
 
     def may_be_restored(self) -> tuple[set[int], bool]:
         """Return the steps of which the next start must take one, and whether it may find none."""

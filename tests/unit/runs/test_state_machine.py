@@ -149,5 +149,19 @@ def close_all_but(descriptors: set[int]) -> None:
         os.close(one)
 
 
+def test_a_kill_before_the_first_checkpoint_is_listed_costs_a_start_from_the_beginning() -> None:
+    found = set()
+    for kill in range(40, 64):
+        runs = Runs()
+        runs.begin(correct=(3, 3, 3, 3))
+        # The best model is written first, and listed in an index that names no checkpoint yet.
+        runs.start(keep=1, kill=kill, per_checkpoint=4, steps=4, world=1)
+        listed = bool(runs.ledger.content("index.json"))
+        runs.start(keep=1, kill=None, per_checkpoint=1, steps=1, world=1)
+        found.add((listed, runs.ledger.first))
+        runs.teardown()
+    assert found >= {(False, 0), (True, 0), (True, 4)}
+
+
 class TestRuns(Runs.TestCase):
     settings = settings(max_examples=settings.default.max_examples // 2, stateful_step_count=15)

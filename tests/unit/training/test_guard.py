@@ -87,7 +87,7 @@ def test_nothing_that_is_not_finite_is_kept(value: float) -> None:
     for name, damage in {
         "0.weight": lambda one: one.model[0].weight.data,
         "1.running_mean": lambda one: one.model[1].running_mean,
-        "optimizer.1.momentum_buffer": lambda one: one.optimizer.state_dict()["state"][1]["momentum_buffer"],
+        "optimizer.1.weight.momentum_buffer": lambda one: one.optimizer.state_dict()["state"][1]["momentum_buffer"],
     }.items():
         trained = Trained()
         trained.step(1.0)
