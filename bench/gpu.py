@@ -1,16 +1,20 @@
 """What a GPU must show, in parts of ten minutes at most, with the results as JSON: `python bench/gpu.py [PART…]`.
 
-It needs torch, pytest, hypothesis, psutil, PyYAML, safetensors and pydantic; no MLflow, DVC or Docker.
+It needs torch, torchvision, pytest, pytest-timeout, hypothesis, psutil, PyYAML, safetensors and pydantic; no MLflow, DVC or Docker.
 `--rehearse` runs all of it on a CPU.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
+import signal
+import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -34,12 +38,12 @@ TESTS = {
         "not bit_depends and not every_model",
     ],
     "strategies": [RANKS + "test_strategies.py"],
-    "twice": [RANKS + "test_bits.py", "-k", "gives_the_same_bits_twice"],
+    "twice": [RANKS + "test_bits.py", "-k", "gives_the_same_bits_twice or graphs"],
     "bits": [RANKS + "test_bits.py", "-k", "on_any_ranks"],
-    "races": [RANKS + "test_gpu.py", "-k", "bit_depends"],
+    "races": [RANKS + "test_gpu_races.py"],
     "models": [RANKS + "test_gpu.py", "-k", "every_model"],
 }
-STEPS = {"lenet": ("lenet", "7", "3"), "resnet18": ("resnet18", "7", "5")}
+STEPS = {"lenet": ("lenet", 7, "2"), "resnet18": ("resnet18", 7, "3")}
 LIMIT_SECONDS = 590
 
 
@@ -57,7 +61,7 @@ def main() -> None:
     failed = False
     for part in wanted.parts or [*TESTS, *STEPS]:
         started_at = time.monotonic()
-        found = tests(part, wanted) if part in TESTS else {"figures": steps(part, wanted)}
+        found = tests(part, wanted) if part in TESTS else steps(part, wanted)
         result = {"part": part, "seconds": round(time.monotonic() - started_at, 1), "machine": facts(wanted.rehearse)} | found
         results[part] = result
         wanted.out.write_text(json.dumps(results, indent=2) + "\n")
@@ -92,15 +96,22 @@ def tests(part: str, wanted: argparse.Namespace) -> dict[str, Any]:
     report = wanted.out.absolute().with_suffix(".xml")
     report.unlink(missing_ok=True)
     words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not docker", "-W", "default", f"--junitxml={report}", *TESTS[part]]
-    try:
-        said = subprocess.run(words, cwd=ROOT, env=variables(wanted), capture_output=True, text=True, timeout=LIMIT_SECONDS).stdout
-    except subprocess.TimeoutExpired as error:
-        return {"tests": [], "error": f"not done after {LIMIT_SECONDS} s", "output": str(error.stdout)[-4000:]}
-    if not report.exists():
-        return {"tests": [], "error": "pytest wrote no report", "output": said[-4000:]}
-    found = [ending(case) for case in ElementTree.parse(report).iter("testcase")]
-    report.unlink()
-    return {"tests": found}
+    with (report.with_suffix(".log")).open("w+") as log:
+        process = subprocess.Popen(words, cwd=ROOT, env=variables(wanted), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code: int | str = process.wait(LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = f"not done after {LIMIT_SECONDS} s"
+        # With its ranks.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        log.seek(0)
+        said = log.read()[-4000:]
+    found = [ending(case) for case in ElementTree.parse(report).iter("testcase")] if report.exists() else []
+    for path in (report, report.with_suffix(".log")):
+        path.unlink(missing_ok=True)
+    well = code in (0, 1) and found
+    return {"tests": found} | ({} if well else {"error": f"pytest ended with {code} and {len(found)} tests", "output": said})
 
 
 def ending(case: ElementTree.Element) -> dict[str, Any]:
@@ -118,12 +129,28 @@ def ending(case: ElementTree.Element) -> dict[str, Any]:
 
 
 def steps(part: str, wanted: argparse.Namespace) -> dict[str, Any]:
-    """Figures of steps against hand-written loops."""
-    model, rounds, seconds = STEPS[part]
+    """Figures of the product's steps and of hand-written loops, in turn."""
+    model, rounds, seconds = STEPS[part] if not wanted.rehearse else (part, 2, "0.3")
     os.environ |= variables(wanted)
-    arguments = (model, "3", "0.5") if wanted.rehearse else (model, rounds, seconds)
-    figures: dict[str, Any] = json.loads(torchrun("gpu_steps.py", *arguments, ranks=1).splitlines()[-1])
-    return figures
+    speeds: dict[str, list[float]] = defaultdict(list)
+    others: dict[str, Any] = {}
+    for index in range(rounds):
+        for side in ("product", "by hand") if index % 2 else ("by hand", "product"):
+            try:
+                found = json.loads(torchrun("gpu_steps.py", model, side, seconds, ranks=1).splitlines()[-1])
+            except subprocess.CalledProcessError as error:
+                return {"error": f"{side} failed", "output": error.stderr[-4000:]}
+            for name, speed in found.pop("images_per_second").items():
+                speeds[name].append(speed)
+            others[side] = found
+    ratios = {name: [one / other for one, other in zip(values, speeds["by hand"], strict=True)] for name, values in speeds.items()}
+    tables = {"images_per_second": speeds, "to by hand": ratios}
+    return {"figures": {title: {name: summary(values) for name, values in table.items()} for title, table in tables.items()} | others}
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    """Median, extremes and number."""
+    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values), "n": len(values)}
 
 
 def show(result: dict[str, Any]) -> bool:
@@ -131,7 +158,8 @@ def show(result: dict[str, Any]) -> bool:
     rehearsed = "rehearsed on a CPU: " if result["machine"]["rehearsal"] else ""
     print(f"\n{result['part']}: {result['seconds']:.0f} s, {rehearsed}{', '.join(result['machine']['gpus']) or result['machine']['cpu']}")
     for one in result.get("tests", []):
-        word = {"passed": "runs" if rehearsed else "proven", "skipped": "not shown"}.get(one["outcome"], "FAILED")
+        proven = "runs" if rehearsed else "recorded" if "digests" in one["recorded"] else "proven"
+        word = {"passed": proven, "skipped": "not shown"}.get(one["outcome"], "FAILED")
         print(f"  {word:<10} {one['proves'] or one['test']}", *[f"({one['said'].splitlines()[0][:200]})" for _ in [0] if one["said"]])
     if "error" in result:
         print(f"  FAILED     {result['error']}\n{result['output']}")

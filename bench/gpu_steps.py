@@ -1,4 +1,4 @@
-"""Steps of the product against hand-written loops, in turn in one process: `torchrun bench/gpu_steps.py MODEL ROUNDS SECONDS`.
+"""Steps of the product, or of hand-written loops, which compute as torch does by itself: `torchrun bench/gpu_steps.py MODEL SIDE SECONDS`.
 
 The images have Fashion-MNIST's number and shape and lie in the device's memory, except in `examples`, the loop of PyTorch's examples.
 """
@@ -6,7 +6,6 @@ The images have Fashion-MNIST's number and shape and lie in the device's memory,
 import json
 import os
 import resource
-import statistics
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -31,6 +31,8 @@ from pipeline.parallel.lanes import Lanes, Task
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.evaluation import Evaluation
 from pipeline.training.guard import NonFiniteGuard
+from pipeline.training.stopping import Stop
+from pipeline.training.train_rank import fix_bits
 
 BATCH, CLASSES, IMAGES = 256, 10, 60_000
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -69,10 +71,11 @@ def product(model_name: str, split: Split, group: ranks.Ranks, arm: tuple[str, s
         parallel.build(task, lanes, group, Dist.model_construct(strategy=strategy, reduction=reduction)),
         make_optimizer(model),
     )
-    guard, step = NonFiniteGuard(model, optimizer, lambda step: ""), 0
+    guard, stop, step = NonFiniteGuard(model, optimizer, lambda step: ""), Stop(group, 60), 0
 
     def take() -> None:
         nonlocal step
+        stop.agreed()
         built.backward(step)
         guard.observe()
         optimizer.step()
@@ -157,7 +160,8 @@ def launches(take: Step) -> dict[str, float]:
     names = [event.name for event in events]
     if not gpu:
         return {"operations": sum(name.startswith("aten::") for name in names) / 5}
-    busy = sum(event.self_device_time_total for event in events) / 1e6
+    kernels = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
+    busy = sum(event.self_device_time_total for event in kernels) / 1e6
     return {"launches": sum("Launch" in name for name in names) / 5, "busy under the profiler": busy / seconds}
 
 
@@ -180,37 +184,31 @@ def stalls(model_name: str, split: Split, group: ranks.Ranks) -> dict[str, float
 
 
 def main() -> None:
-    model_name, rounds, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+    model_name, side, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
     torch.set_num_threads(1)
+    if side == "product":
+        fix_bits(1)
     backend = "nccl" if DEVICE.type == "cuda" else "gloo"
     group = ranks.init_group(DEVICE.type, backend, ranks.rendezvous(1, 60), 60)
     source = np.random.default_rng(0)
     split = Split(source.integers(0, 256, (IMAGES, 1, 28, 28), dtype=np.uint8), source.integers(0, CLASSES, IMAGES))
-    takers = {name: product(model_name, split, group, arm) for name, arm in ARMS.items()}
-    takers |= {"by hand": by_hand(model_name, in_memory(split)), "examples": by_hand(model_name, loaded(split))}
-    speeds: dict[str, list[float]] = {name: [] for name in takers}
-    steps = {}
+    if side == "product":
+        takers = {name: product(model_name, split, group, arm) for name, arm in ARMS.items()}
+    else:
+        takers = {"by hand": by_hand(model_name, in_memory(split)), "examples": by_hand(model_name, loaded(split))}
+    found: dict[str, Any] = {"images_per_second": {}, "launches": {}}
     for name, take in takers.items():
         speed(take, 5)
-        steps[name] = max(3, round(seconds * speed(take, 5) / BATCH))
-    for index in range(rounds):
-        for name in list(takers) if index % 2 else list(reversed(takers)):
-            speeds[name].append(speed(takers[name], steps[name]))
-    ratios = {name: [one / other for one, other in zip(values, speeds["by hand"], strict=True)] for name, values in speeds.items()}
-    figures = {
-        "images_per_second": {name: summary(values) for name, values in speeds.items()},
-        "to by hand": {name: summary(values) for name, values in ratios.items()},
-        "launches": {name: launches(take) for name, take in takers.items() if name != "examples"},
-        "stalls, ms": stalls(model_name, split, group),
-        "peak host memory, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "peak device memory, MiB": torch.cuda.max_memory_allocated() / 2**20 if DEVICE.type == "cuda" else None,
-    }
-    print(json.dumps(figures))
+        found["images_per_second"][name] = speed(take, max(3, round(seconds * speed(take, 5) / BATCH)))
+        if name != "examples":
+            found["launches"][name] = launches(take)
+    found["peak host memory, MiB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    if DEVICE.type == "cuda":
+        found["peak device memory of all these models, MiB"] = torch.cuda.max_memory_allocated() / 2**20
+    if side == "product":
+        found["stalls, ms"] = stalls(model_name, split, group)
+    print(json.dumps(found))
     dist.destroy_process_group()
-
-
-def summary(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values), "n": len(values)}
 
 
 main()

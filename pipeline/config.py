@@ -108,6 +108,8 @@ class Dist(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.strategy != "allreduce" and self.algorithm != "ring":
+            raise ValueError(f"algorithm: only strategy: allreduce takes {self.algorithm}; set algorithm: ring")
         if self.world_size % self.nodes:
             raise ValueError(f"nodes: {self.nodes} does not divide world_size ({self.world_size})")
         if self.reduction == "native":
@@ -154,17 +156,11 @@ class Config(Section):
 
     def identity(self, device_kind: str, precision: str, backend: str) -> dict[str, Any]:
         """All settings that can change the bits; under `ordered`, where and on how many ranks it runs is not among them."""
-        dist = {
-            "global_batch": self.dist.global_batch,
-            "lanes": self.dist.lanes,
-            "reduction": self.dist.reduction,
-            "strategy": self.dist.strategy,
-            "threads_per_rank": self.dist.threads_per_rank,
-        }
+        always = {"lanes", "reduction", "strategy", "threads_per_rank"}
+        dist = {"global_batch": self.dist.global_batch} | self.dist.model_dump(include=always)
         if self.dist.reduction != "ordered":
-            dist |= self.dist.model_dump(include={"world_size", "nodes", "accumulation"}) | {"backend": backend}
-            if self.dist.strategy == "allreduce":
-                dist["algorithm"] = self.dist.algorithm
+            placement = {"world_size", "nodes", "accumulation"} | ({"algorithm"} if self.dist.strategy == "allreduce" else set())
+            dist |= self.dist.model_dump(include=placement) | {"backend": backend}
         return {
             "seed": self.seed,
             "data": self.data.model_dump(exclude={"root"}),

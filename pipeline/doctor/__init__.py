@@ -19,7 +19,7 @@ from pipeline.tracking.mirror_process import tracking_uri
 
 LIMIT_SECONDS = 3.5
 # Why a check may not answer in time although nothing is broken.
-SLOW = {"GPUs": "keep the driver loaded: nvidia-smi -pm 1; without that it takes seconds to start"}
+SLOW = {"GPUs": "see that nvidia-smi answers; a driver that takes seconds to load is kept loaded by nvidia-smi -pm 1"}
 
 
 def run(config: Config, paths: Paths, leader: str | None = None, port: int | None = None) -> int:

@@ -57,7 +57,7 @@ class Graph:
         if self._captured is None:
             self._captured = self._capture(images, labels)
             # To warm up has drawn.
-            self._made.task.begin(step, lane)
+            self._made.task.seed_draws(step, lane, images.device)
         captured = self._captured
         captured.images.copy_(images)
         captured.labels.copy_(labels)

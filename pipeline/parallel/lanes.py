@@ -83,8 +83,12 @@ class Task:
     def begin(self, step: int, lane: int) -> tuple[Tensor, Tensor]:
         """The batch of one lane; from here on its random draws depend on (seed, step, lane) alone."""
         images, labels = self.batch(step, lane)
-        seed_draws(draw_seed(self.seed, "lane", step, lane), images.device)
+        self.seed_draws(step, lane, images.device)
         return images, labels
+
+    def seed_draws(self, step: int, lane: int, device: torch.device) -> None:
+        """Start the generator that dropout draws from at the lane's seed."""
+        seed_draws(draw_seed(self.seed, "lane", step, lane), device)
 
     def loss(self, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of the losses of some images, and their row of totals."""
@@ -114,5 +118,6 @@ class Totals:
     def over_ranks(self) -> dict[str, float]:
         """Means over the global batch, the same on all ranks and on any number of ranks; every rank must call it."""
         rows = self.ranks.gather_rows(torch.stack(self.rows), self.lanes.per_rank)
-        loss, correct = (rows.sum(0) / self.lanes.global_batch).tolist()
-        return {"train/loss": loss, "train/accuracy": correct}
+        loss, correct = rows.sum(0).tolist()
+        # Not on the device: a GPU would multiply with the reciprocal.
+        return {"train/loss": loss / self.lanes.global_batch, "train/accuracy": correct / self.lanes.global_batch}

@@ -72,6 +72,9 @@ class Replicas:
         """Gradients of the mean loss over the global batch, and the step's totals."""
         rows: list[Tensor] = []
         stack: list[TreeNode[Tensor]] = []
+        for parameter in self._made.parameters:
+            # Those of the last step.
+            parameter.grad = None
         self._buffers.start()
         self._ranks.heartbeat.computing(step)
         for lane in self._lanes.own:

@@ -36,7 +36,7 @@ def weights_sha256(tensors: dict[str, Tensor]) -> str:
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's tensors by the names of their parameters: `optimizer.fc.weight.momentum_buffer`."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     states: dict[Tensor, dict[str, Any]] = optimizer.state
     return {
         f"optimizer.{names[parameter]}.{key}": value

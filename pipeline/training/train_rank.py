@@ -73,7 +73,7 @@ class Notes(logging.Handler):
 @contextmanager
 def joined(job: Job) -> Generator[Ranks]:
     """Make numerics deterministic and enter the process group; leave it at the end."""
-    fix_bits(job)
+    fix_bits(job.config.dist.threads_per_rank)
     timeout_seconds = collective_seconds(job.config.dist.timeout_seconds)
     group = ranks.init_group(job.device, job.backend, ranks.rendezvous(job.config.dist.world_size, timeout_seconds), timeout_seconds)
     yield group
@@ -81,11 +81,11 @@ def joined(job: Job) -> Generator[Ranks]:
     ranks.shutdown_group(group)
 
 
-def fix_bits(job: Job) -> None:
+def fix_bits(threads: int) -> None:
     """Set everything in torch that the bits depend on."""
     # cuBLAS reads its part at its first call; a rank that the launcher has not started may lack it.
     os.environ |= FIXED
-    torch.set_num_threads(job.config.dist.threads_per_rank)
+    torch.set_num_threads(threads)
     # Deterministic algorithms or an error; `use_deterministic_algorithms` imports the compiler first, for two seconds.
     torch.set_deterministic_debug_mode("error")
     # Filling fresh memory finds bugs, and costs a pass over every tensor.
@@ -208,7 +208,10 @@ def run_or_exit(main: Callable[[Job], None], job: Job) -> None:
 def exit_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an error and end this process: the interpreter's own end may wait for an NCCL kernel that waits for a lost peer."""
     sys.__excepthook__(kind, error, trace)
-    os._exit(1)
+    if not issubclass(kind, KeyboardInterrupt):
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
 
 
 def exit_with_reason(reason: str, exit_code: int) -> None:

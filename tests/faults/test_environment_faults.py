@@ -109,8 +109,8 @@ def test_memory_too_short_for_a_kernel_ends_with_4_and_keeps_nothing_of_it(exper
 
 def test_a_rank_computes_products_in_full_fp32_on_every_device_and_torch_can_still_export() -> None:
     code = (
-        "import torch; from types import SimpleNamespace as N; from pipeline.training.train_rank import fix_bits\n"
-        "fix_bits(N(config=N(dist=N(threads_per_rank=1))))\n"
+        "import torch; from pipeline.training.train_rank import fix_bits\n"
+        "fix_bits(1)\n"
         "b = torch.backends; parts = (b, b.cuda.matmul, b.cudnn, b.cudnn.conv, b.cudnn.rnn, b.mkldnn, b.mkldnn.matmul, b.mkldnn.conv)\n"
         "print({one.fp32_precision for one in parts}, b.cuda.matmul.allow_bf16_reduced_precision_reduction, b.cudnn.benchmark)\n"
     )

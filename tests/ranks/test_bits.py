@@ -11,7 +11,7 @@ from pipeline.job import Job
 from pipeline.tracking.journal import Journal, Silent, Writer
 from pipeline.training import train_rank
 from pipeline.training.checkpoint import weights_sha256
-from tests.kit.devices import GPU, NCCL, also_on_gpu
+from tests.kit.devices import GPU, NCCL, ONE_GPU, also_on_gpu
 from tests.kit.experiment import make_job
 
 # Six steps an epoch, 18 in all; a ResNet-18, whose step takes a second, has half of both.
@@ -92,7 +92,7 @@ class StoppingAt:
 
 def trained(group: Any, job: Job, stop_after: int | None) -> tuple[str, int]:
     """Train on this rank; a SIGTERM reaches the last rank, and only it, when it has done a step."""
-    train_rank.fix_bits(job)
+    train_rank.fix_bits(job.config.dist.threads_per_rank)
     journal = group.on_rank_zero(lambda: Journal(job.journal), Silent())
     if stop_after is not None and group.rank == group.size - 1:
         journal = StoppingAt(journal, stop_after)
@@ -140,18 +140,25 @@ def test_one_device_gives_the_same_bits_twice_and_to_two_ranks_that_share_it(dev
         for name, backend in backends.items():
             size = 2 if name == "shared" else 1
             job = job_of(tmp_path, case, Placement(size), name, device)
-            digests += [digest for ((digest, _),) in run_ranks(size, (trained, (job, None)), device=device, backend=backend)]
+            ran = run_ranks(size, (trained, (job, None)), device=device, backend=backend, **({} if device == "cpu" else ONE_GPU))
+            digests += [digest for ((digest, _),) in ran]
         assert len(digests) == 5
         assert len(set(digests)) == 1, case
 
 
 @pytest.mark.slow
-def test_graphs_end_in_the_same_bits_as_ddp(tmp_path: Path, run_ranks) -> None:
-    case, digests = "lenet, crop-flip, bf16", []
-    for strategy, size in (("ddp", 1), ("graphs", 1), ("graphs", 3)):
-        job = job_of(tmp_path, case, Placement(size), f"{strategy} {size}")
+@also_on_gpu("G16: a training with graphs has the bits of ddp, also when it was stopped on another number of ranks")
+def test_graphs_end_in_the_same_bits_as_ddp(device: str, tmp_path: Path, run_ranks) -> None:
+    def of(case: str, strategy: str, size: int, run: str) -> Job:
+        job = job_of(tmp_path, case, Placement(size), run, device)
         dist = job.config.dist.model_copy(update={"strategy": strategy})
-        job = job.model_copy(update={"config": job.config.model_copy(update={"dist": dist})})
-        digests += [digest for ((digest, _),) in run_ranks(size, (trained, (job, None)))]
-    assert len(digests) == 5
-    assert len(set(digests)) == 1
+        return job.model_copy(update={"config": job.config.model_copy(update={"dist": dist})})
+
+    cases = ["lenet, crop-flip, bf16", "mlp with dropout, adamw, bf16"] + ([] if device == "cpu" else [RESNET_BF16])
+    for case in cases:
+        (((expected, _),),) = run_ranks(1, (trained, (of(case, "ddp", 1, "ddp"), None)), device=device)
+        half = steps_of(case) // 2
+        for size, stop in ((2, half), (1, None)):
+            (found,) = {result for (result,) in run_ranks(size, (trained, (of(case, "graphs", size, "graphs"), stop)), device=device)}
+            assert found[1] == (half + 1 if stop else steps_of(case))
+        assert found == (expected, steps_of(case)), case

@@ -26,7 +26,7 @@ def on(size: int) -> Config:
 
 
 def trained(group: Ranks, job: Job) -> str:
-    train_rank.fix_bits(job)
+    train_rank.fix_bits(job.config.dist.threads_per_rank)
     model, step, finished = train_rank.train(job, group, group.on_rank_zero(lambda: Journal(job.journal), Silent()))
     assert (step, finished) == (210, True)
     return weights_sha256(model.state_dict())

@@ -28,7 +28,7 @@ def diverged(group: Any, job: Job, kind: str) -> str:
     elif group.rank == 1:
         batches = train_rank.batches
         patch.setattr(train_rank, "batches", lambda *parts: Fault(batches(*parts), kind, STEP))
-    train_rank.fix_bits(job)
+    train_rank.fix_bits(job.config.dist.threads_per_rank)
     try:
         with pytest.raises(Diverged) as error:
             train_rank.train(job, group, group.on_rank_zero(lambda: Journal(job.journal), Silent()))

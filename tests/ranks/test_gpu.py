@@ -1,14 +1,10 @@
 """What only a GPU can show. `LOCKSTEP_GPU=cpu` rehearses it on a CPU, where it must hold too."""
 
-import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch._C._distributed_c10d import GradBucket
-from torch.futures import Future
 from torch.nn import functional as F
 
 from pipeline import models
@@ -20,13 +16,12 @@ from pipeline.hardware import machine
 from pipeline.job import Job
 from pipeline.models.pools import check_backward
 from pipeline.models.torchvision_names import NAMES
-from pipeline.parallel import ordered
 from pipeline.ranks import Ranks
 from pipeline.tracking.journal import Journal, Silent
 from pipeline.training import export, loop, train_rank
 from pipeline.training.checkpoint import weights_sha256
 from pipeline.training.guard import NonFiniteGuard
-from tests.kit.devices import GPU, NCCL
+from tests.kit.devices import GPU, NCCL, gpu
 from tests.kit.experiment import make_job
 from tests.ranks.test_bits import CASES, RESNET_BF16, Placement, job_of, steps_of, trained
 
@@ -35,59 +30,22 @@ ON_GPU = torch.device(GPU)
 MIB = 2**20
 
 
-def gpu(proves: str) -> Any:
-    """Mark a test that needs a GPU with what it proves there."""
-    return lambda function: pytest.mark.slow(pytest.mark.gpu(proves)(function))
-
-
 def job_on_gpu(folder: Path, case: str, run: str, size: int = 1) -> Job:
     return job_of(folder, case, Placement(size), run, GPU)
-
-
-def late(group: Ranks, job: Job) -> tuple[str, int]:
-    """Train with a GPU that is behind when a bucket is ready: what does not wait for it reads what is not there yet."""
-    patch = pytest.MonkeyPatch()
-    in_time = ordered.LaneGradients.hook
-
-    def hook(self: Any, state: object, bucket: GradBucket) -> Future[torch.Tensor]:
-        # A hundredth of a second.
-        torch.cuda._sleep(20_000_000) if GPU == "cuda" else time.sleep(0.001)
-        return in_time(self, state, bucket)
-
-    patch.setattr(ordered.LaneGradients, "hook", hook)
-    try:
-        return trained(group, job, None)
-    finally:
-        patch.undo()
-
-
-@gpu("G5: no race: late kernels, blocking launches and an allocator without a cache change no bit")
-def test_no_bit_depends_on_when_kernels_run(tmp_path: Path, run_ranks) -> None:
-    ways: list[tuple[str, Any, dict[str, str]]] = [
-        ("plain", trained, {}),
-        ("late", late, {}),
-        ("blocking", trained, {"CUDA_LAUNCH_BLOCKING": "1"}),
-        ("without a cache", trained, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
-    ]
-    for case in (LENET, RESNET_BF16):
-        found = set()
-        for name, function, environment in ways:
-            for size, backend in ((1, NCCL), (2, "gloo")):
-                job = job_on_gpu(tmp_path, case, f"{name} {size}", size)
-                work = (function, (job,) if function is late else (job, None))
-                found |= {digest for ((digest, _),) in run_ranks(size, work, device=GPU, backend=backend, **environment)}
-        assert len(found) == 1, case
 
 
 def short_of_memory(group: Ranks, job: Job, left: int | None) -> str:
     """The digest of a training with so many bytes of the GPU's memory left, or why there is none."""
     kept = None
-    if left is not None and GPU == "cuda":
-        kept = torch.empty(torch.cuda.mem_get_info()[0] - left, dtype=torch.uint8, device=ON_GPU)
     try:
+        if left is not None and GPU == "cuda":
+            kept = torch.empty(torch.cuda.mem_get_info()[0] - left, dtype=torch.uint8, device=ON_GPU)
         return trained(group, job, None)[0]
-    except (MachineError, torch.OutOfMemoryError) as error:
+    except MachineError as error:
         return f"refused: {error}"
+    except RuntimeError as error:
+        # CUDA's libraries have errors of their own for it.
+        return f"out of memory: {error}"
     finally:
         del kept
 
@@ -95,12 +53,13 @@ def short_of_memory(group: Ranks, job: Job, left: int | None) -> str:
 @gpu("G6: with little memory a run ends in the same bits or in an error, never in other bits")
 def test_a_gpu_short_of_memory_computes_the_same_bits_or_none(tmp_path: Path, run_ranks, record_property) -> None:
     found = {}
-    for left in (None, 512 * MIB, 128 * MIB, 64 * MIB, 32 * MIB):
+    for left in (None, *(share * MIB for share in range(160, 420, 20))):
         job = job_on_gpu(tmp_path, RESNET, f"left {left}")
         ((found[left],),) = run_ranks(1, (short_of_memory, (job, left)), device=GPU)
     record_property("endings", {str(left): said[:80] for left, said in found.items()})
-    assert not found[None].startswith("refused")
-    assert {said for said in found.values() if not said.startswith("refused")} == {found[None]}
+    assert {said for said in found.values() if ": " not in said} == {found[None]}
+    if GPU == "cuda" and not any("kernel" in said for said in found.values()):
+        pytest.skip("no allocation failed without a word: not shown")
 
 
 def one_step(group: Ranks, name: str) -> str:
@@ -137,7 +96,7 @@ def test_every_model_has_a_deterministic_backward(run_ranks) -> None:
 
 def exported(group: Ranks, job: Job) -> list[list[float]]:
     """Train, publish the model, and say what it answers on this device to the first images."""
-    train_rank.fix_bits(job)
+    train_rank.fix_bits(job.config.dist.threads_per_rank)
     model, _, _ = train_rank.train(job, group, Journal(job.journal))
     export.export(job, model)
     manifest = store.read_manifest(job.prepared)
@@ -178,12 +137,19 @@ def test_the_machine_is_what_torch_sees() -> None:
         assert kind.startswith(f"{facts.name} ({facts.multi_processor_count} SMs, capability {facts.major}.{facts.minor})")
 
 
+FIRST_STEPS = 15
+
+
 class Strict(NonFiniteGuard):
-    """Lets nothing wait for the GPU between the first update after a log line and the next line."""
+    """Lets no read or copy wait for the GPU until the next log line; waits for events and in collectives are not seen."""
+
+    seen = 0
 
     def observe(self) -> None:
         super().observe()
-        if GPU == "cuda":
+        self.seen += 1
+        # Not in the first steps, in which DDP lays out its buckets anew and times itself.
+        if GPU == "cuda" and self.seen > FIRST_STEPS:
             torch.cuda.set_sync_debug_mode("error")
 
     def raise_if_diverged(self) -> None:
@@ -196,7 +162,7 @@ def without_waiting(group: Ranks, job: Job) -> int:
     patch = pytest.MonkeyPatch()
     patch.setattr(train_rank, "NonFiniteGuard", Strict)
     patch.setattr(train_rank, "plan", lambda *_: loop.Steps(50, 50, 50, 1000, 48))
-    train_rank.fix_bits(job)
+    train_rank.fix_bits(job.config.dist.threads_per_rank)
     try:
         return train_rank.train(job, group, Silent())[1]
     finally:

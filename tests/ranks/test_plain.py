@@ -78,7 +78,7 @@ def plain(_: Any, job: Job) -> str:
 
 
 def ours(group: Any, job: Job) -> str:
-    train_rank.fix_bits(job)
+    train_rank.fix_bits(job.config.dist.threads_per_rank)
     model, _, finished = train_rank.train(job, group, Journal(job.journal))
     assert finished
     return weights_sha256(model.state_dict())

@@ -109,7 +109,7 @@ def one_process(
             for name, buffer in model.named_buffers():
                 if buffer.is_floating_point():
                     buffer.copy_(add([result[name] for result in results]) / count)
-        totals.append({"train/loss": (torch.stack(losses).sum() / BATCH).item(), "train/accuracy": right / BATCH})
+        totals.append({"train/loss": torch.stack(losses).sum().item() / BATCH, "train/accuracy": right / BATCH})
         descend(model)
     found = tensors(model)
     return weights_sha256(found), found, totals
