@@ -31,11 +31,11 @@ RANKS = "tests/ranks/"
 # Tests that are marked `gpu`, by what they take.
 TESTS = {
     "rest": [
-        RANKS + "test_gpu.py",
+        RANKS + "test_figures.py",
         RANKS + "test_evaluation.py",
         RANKS + "test_divergence.py",
         "-k",
-        "not bit_depends and not every_model",
+        "not every_model",
     ],
     "strategies": [RANKS + "test_strategies.py"],
     "twice": [RANKS + "test_bits.py", "-k", "gives_the_same_bits_twice or graphs"],
