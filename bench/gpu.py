@@ -31,8 +31,8 @@ RANKS = "tests/ranks/"
 # Tests that are marked `gpu`, by what they take.
 TESTS = {
     "rest": [
+        RANKS + "test_gpu.py",
         RANKS + "test_figures.py",
-        RANKS + "test_evaluation.py",
         RANKS + "test_divergence.py",
         "-k",
         "not every_model",
