@@ -14,19 +14,19 @@ from torch import Tensor
 from pipeline.config import Dist
 from pipeline.parallel.lanes import Lanes, Task, TreeNode, fold, maximal_nodes, push
 from pipeline.parallel.ordered import add
-from pipeline.parallel.replicas import Reduce, Replicas, differentiated
+from pipeline.parallel.replicas import Reduce, Replicas, flat_task
 from pipeline.ranks import Ranks
 
 
 def build(task: Task, lanes: Lanes, ranks: Ranks, settings: Dist) -> Replicas:
     """Replicas whose gradients are summed by hand."""
-    made = differentiated(task, lanes)
+    own = flat_task(task, lanes)
     ordered = settings.reduction == "ordered"
     # The sums that each rank has when its own lanes are done.
     nodes = [list(maximal_nodes(lanes.of(rank))) if ordered else [(rank, 1)] for rank in range(ranks.size)]
     ring = OrderedRing(ranks, nodes) if ordered else Ring(ranks)
     reduce = Naive(ranks, nodes) if settings.algorithm == "naive" else ring
-    return Replicas(made, lanes, ranks, made.lane, in_host_memory(reduce) if dist.get_backend() == "gloo" else reduce)
+    return Replicas(own, lanes, ranks, own.lane, in_host_memory(reduce) if dist.get_backend() == "gloo" else reduce)
 
 
 def in_host_memory(reduce: Reduce) -> Reduce:

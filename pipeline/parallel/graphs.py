@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeline.config import Dist
 from pipeline.parallel.lanes import Lanes, Task, TreeNode, fold
 from pipeline.parallel.ordered import add
-from pipeline.parallel.replicas import Differentiated, Replicas, differentiated, in_the_tree
+from pipeline.parallel.replicas import FlatTask, Replicas, flat_task, in_the_tree
 from pipeline.ranks import Ranks
 
 # As many as torch asks for before a capture: libraries choose their kernels and allocate in the first ones.
@@ -21,9 +21,9 @@ WARM_UP = 3
 
 def build(task: Task, lanes: Lanes, ranks: Ranks, settings: Dist) -> Replicas:
     """Graphs under the ordered reduction, or under the backend's own all-reduce."""
-    made = differentiated(task, lanes)
-    lane = made.lane if ranks.device.type == "cpu" else Graph(made).lane
-    return Replicas(made, lanes, ranks, lane, in_the_tree(lanes, ranks) if settings.reduction == "ordered" else all_reduced)
+    own = flat_task(task, lanes)
+    lane = own.lane if ranks.device.type == "cpu" else Graph(own).lane
+    return Replicas(own, lanes, ranks, lane, in_the_tree(lanes, ranks) if settings.reduction == "ordered" else all_reduced)
 
 
 def all_reduced(stack: list[TreeNode[Tensor]]) -> Tensor:
@@ -47,17 +47,17 @@ class Captured:
 class Graph:
     """One lane of a task, captured at its first step."""
 
-    def __init__(self, made: Differentiated):
-        self._made = made
+    def __init__(self, task: FlatTask):
+        self._task = task
         self._captured: Captured | None = None
 
     def lane(self, step: int, lane: int) -> tuple[Tensor, Tensor]:
         """The row of totals and the flat gradient of one lane."""
-        images, labels = self._made.task.begin(step, lane)
+        images, labels = self._task.task.begin(step, lane)
         if self._captured is None:
             self._captured = self._capture(images, labels)
             # To warm up has drawn.
-            self._made.task.seed_draws(step, lane, images.device)
+            self._task.task.seed_draws(step, lane, images.device)
         captured = self._captured
         captured.images.copy_(images)
         captured.labels.copy_(labels)
@@ -67,18 +67,18 @@ class Graph:
 
     def _capture(self, images: Tensor, labels: Tensor) -> Captured:
         images, labels = images.clone(), labels.clone()
-        model = self._made.task.model
+        model = self._task.task.model
         before = [buffer.clone() for buffer in model.buffers()]
         here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
         beside.wait_stream(here)
         with torch.cuda.stream(beside):
             for _ in range(WARM_UP):
-                self._made.gradient(images, labels)
+                self._task.gradient(images, labels)
         here.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         # Of this thread alone: NCCL's watchdog asks for events meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            row, gradient = self._made.gradient(images, labels)
+            row, gradient = self._task.gradient(images, labels)
         for buffer, value in zip(model.buffers(), before, strict=True):
             buffer.copy_(value)
         return Captured(graph, images, labels, row, gradient)

@@ -17,8 +17,8 @@ Reduce = Callable[[list[TreeNode[Tensor]]], Tensor]
 
 
 @dataclass(frozen=True)
-class Differentiated:
-    """A task and what is differentiated in it."""
+class FlatTask:
+    """A task whose gradients are flat tensors, in the order of its parameters."""
 
     task: Task
     global_batch: int
@@ -42,15 +42,15 @@ class Differentiated:
         return [piece.as_strided(one.size(), one.stride(), piece.storage_offset()) for piece, one in pairs]
 
 
-def differentiated(task: Task, lanes: Lanes) -> Differentiated:
-    """Return a task with its parameters, set to those of rank 0: hosts may draw other first weights."""
-    made = Differentiated(task, lanes.global_batch, [one for one in task.model.parameters() if one.requires_grad])
-    first = flat([one.detach() for one in made.parameters], made.parameters)
+def flat_task(task: Task, lanes: Lanes) -> FlatTask:
+    """Return a task with the weights of rank 0 on every rank, as DDP does: hosts may draw other first weights."""
+    flattened = FlatTask(task, lanes.global_batch, [one for one in task.model.parameters() if one.requires_grad])
+    first = flat([one.detach() for one in flattened.parameters], flattened.parameters)
     dist.broadcast(first, 0)
     with torch.no_grad():
-        for parameter, value in zip(made.parameters, made.views(first), strict=True):
+        for parameter, value in zip(flattened.parameters, flattened.views(first), strict=True):
             parameter.copy_(value)
-    return made
+    return flattened
 
 
 class Replicas:
@@ -58,21 +58,21 @@ class Replicas:
 
     def __init__(
         self,
-        made: Differentiated,
+        task: FlatTask,
         lanes: Lanes,
         ranks: Ranks,
         lane: Callable[[int, int], tuple[Tensor, Tensor]],
         reduce: Reduce,
     ):
-        self._made, self._lanes, self._ranks = made, lanes, ranks
+        self._task, self._lanes, self._ranks = task, lanes, ranks
         self._lane, self._reduce = lane, reduce
-        self._buffers = LaneBuffers(made.task.model, lanes, ranks)
+        self._buffers = LaneBuffers(task.task.model, lanes, ranks)
 
     def backward(self, step: int) -> Totals:
         """Gradients of the mean loss over the global batch, and the step's totals."""
         rows: list[Tensor] = []
         stack: list[TreeNode[Tensor]] = []
-        for parameter in self._made.parameters:
+        for parameter in self._task.parameters:
             # Those of the last step.
             parameter.grad = None
         self._buffers.start()
@@ -85,7 +85,7 @@ class Replicas:
             rows.append(row)
             push(stack, (lane, 1, gradient), add)
         self._ranks.heartbeat.waiting()
-        for parameter, gradient in zip(self._made.parameters, self._made.views(self._reduce(stack)), strict=True):
+        for parameter, gradient in zip(self._task.parameters, self._task.views(self._reduce(stack)), strict=True):
             parameter.grad = gradient
         self._buffers.finish()
         return Totals(rows, self._lanes, self._ranks)
