@@ -32,7 +32,7 @@ test: $(READY) ## set up, then the tests that need neither containers nor long c
 	@$(PYTEST) $(PARALLEL) -m "$(FAST)" && $(PYTEST) $(PARALLEL) -m "slow and not (fault or chaos or docker or gpu or system)"
 
 test-all: test ## the same, then faults, containers and chaos
-	@$(PYTEST) $(PARALLEL) -m "(docker or slow and (fault or chaos)) and not (gpu or system)" && $(PYTEST) -m gpu
+	@$(PYTEST) $(PARALLEL) -m "slow and (fault or chaos) and not (docker or gpu or system)" && $(PYTEST) -m "(docker or gpu) and not system"
 
 test-systems: $(READY) ## another Debian, with another Python; an image built without a cache
 	@LOCKSTEP_NO_SKIPS=1 $(PYTEST) -m system
