@@ -1,5 +1,6 @@
 """params.yaml: what is wrong is said in one line, within two seconds, before torch is imported."""
 
+import resource
 import subprocess
 import sys
 import time
@@ -146,9 +147,11 @@ def test_native_reduction_has_its_placement_in_the_identity() -> None:
 
 @pytest.mark.parametrize("command", [["-c", "import pipeline.config"], ["-m", "pipeline", "--help"]])
 def test_what_every_user_pays_first_is_small(command: list[str]) -> None:
+    # Of the processor: others may keep it busy.
     seconds = []
     for _ in range(5):
-        started_at = time.monotonic()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
-        seconds.append(time.monotonic() - started_at)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < 0.3
