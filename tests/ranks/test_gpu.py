@@ -169,7 +169,7 @@ def without_waiting(group: Ranks, job: Job) -> int:
         patch.undo()
 
 
-@gpu("G15: nothing waits for the GPU between two log lines")
+@gpu("G15: no read or copy waits for the GPU between two log lines")
 @pytest.mark.parametrize("strategy", ["ddp", "graphs"])
 def test_nothing_waits_for_the_gpu_between_two_log_lines(strategy: str, tmp_path: Path, run_ranks) -> None:
     dist = {"world_size": 1, "batch_size_per_gpu": 48, "lanes": 4, "strategy": strategy}
