@@ -19,7 +19,7 @@ ALL = [*MODULES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "bench
 FLOORS = [
     {"config", "files", "output", "process_tree", "timeouts"},
     {"job", "heartbeat", "stop_signals"},
-    {"ranks", "hardware"},
+    {"ranks", "hardware", "forkserver"},
     {"data", "models", "parallel", "tracking"},
     {"runs", "console", "report"},
     {"launch", "training"},

@@ -9,6 +9,8 @@ FIXED = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     # torchrun and ranks fail at import on a level that `logging` does not know, and say nothing of failures above WARNING.
     "LOGLEVEL": "WARNING",
+    # Of numpy: ranks are forked from a process without threads.
+    "OPENBLAS_NUM_THREADS": "1",
     # The order of sets, and how text files are read, on every machine.
     "PYTHONHASHSEED": "0",
     "PYTHONUTF8": "1",

@@ -100,6 +100,7 @@ class Supervisor:
 
     def __init__(self, agent: tuple["subprocess.Popen[bytes]", int], node: Node, watchdog: Watchdog, stop: StopRequest, observer: Observer):
         self._process, self._pipe = agent
+        self._fork_server = 0
         self._node, self._watchdog, self._stop, self._observer = node, watchdog, stop, observer
         self._unread = b""
         self._report_due = math.inf
@@ -122,7 +123,7 @@ class Supervisor:
             now = time.monotonic()
             if self._node.nodes > 1 and now - checked_at > 0.5:
                 checked_at = now
-                if any(one.pid != self._process.pid for one in below(self._process.pid)):
+                if any(one.pid not in (self._process.pid, self._fork_server) for one in below(self._process.pid)):
                     busy_at = now
                 if self._observer.is_done(now - busy_at):
                     return True
@@ -151,6 +152,8 @@ class Supervisor:
             assert self.folder is not None
             codes = {int(rank): code for rank, code in event["exit_codes"].items()}
             self._failed(failure_of(self.folder, event["attempt"], self._node.ranks, codes, self._watchdog.oom_killed))
+        elif kind == "fork-server":
+            self._fork_server = event["pid"]
         elif kind == "rendezvous-timeout":
             self.result.nobody_came_back = True
         elif kind == "stopping":

@@ -38,6 +38,8 @@ from pipeline.training.export import export
 from pipeline.training.guard import Diverged, NonFiniteGuard, write_diagnosis
 from pipeline.training.stopping import Stop
 
+# DDP and every optimizer import it at their first use.
+PRELOAD = ("torch._dynamo",)
 PR_SET_PDEATHSIG = 1
 # What a disk says, and no network.
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES)

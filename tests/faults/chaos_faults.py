@@ -16,11 +16,17 @@ from tests.kit.experiment import clean_environment
 
 MARK = "LOCKSTEP_CHAOS"
 KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
-WORDS = {"torchrun": "pipeline.launch.agent", "rank": "pipeline.training.train_rank", "mirror": "pipeline.tracking.mirror"}
+WORDS = {
+    "torchrun": "pipeline.launch.agent",
+    "fork-server": "pipeline.forkserver",
+    "rank": "pipeline.training.train_rank",
+    "mirror": "pipeline.tracking.mirror",
+}
 # Whom which signal is sent to, all at once.
 SENT: dict[str, tuple[tuple[str, signal.Signals], ...]] = {
     "rank-kill": (("rank", KILL),),
     "mirror-kill": (("mirror", KILL),),
+    "fork-server-kill": (("fork-server", KILL),),
     "torchrun-kill": (("torchrun", KILL),),
     "launcher-kill": (("launcher", KILL),),
     "launcher-torchrun-kill": (("launcher", KILL), ("torchrun", KILL)),
@@ -32,7 +38,7 @@ SENT: dict[str, tuple[tuple[str, signal.Signals], ...]] = {
     "rank-int": (("rank", INT),),
 }
 # What a start goes on after, and what ends it.
-PASSING = ("rank-kill", "rank-kill", "rank-pause", "mirror-kill")
+PASSING = ("rank-kill", "rank-kill", "rank-pause", "mirror-kill", "fork-server-kill")
 ENDING = (*(kind for kind in SENT if kind not in PASSING), "two-signals", "power-cut", "power-cut", "disk-full", "disk-full")
 FILES = ("newest", "best", "index", "status", "mirror")
 BETWEEN = (*(f"{file}-{how}" for file in FILES for how in ("cut", "flip")), "journal-cut", "journal-cut", "newest-gone", "partial")

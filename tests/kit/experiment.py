@@ -103,7 +103,8 @@ class Experiment:
         return json.loads((self.folder / name).read_text())
 
     def journal(self, kind: str) -> list[dict[str, Any]]:
-        lines = (self.run_folder / "journal.jsonl").read_text().splitlines()
+        # Up to the last whole line: a rank may be writing another one.
+        lines = (self.run_folder / "journal.jsonl").read_text().rpartition("\n")[0].splitlines()
         return [line for line in map(json.loads, lines) if line["kind"] == kind]
 
 

@@ -27,10 +27,11 @@ def ranks_of(process: "subprocess.Popen[Any]", module: str = "train_rank") -> li
     """The ranks below a launcher, in the order of their numbers."""
     found: dict[int, psutil.Process] = {}
     for one in psutil.Process(process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error, KeyError):
+        with contextlib.suppress(psutil.Error, ValueError):
             words = one.cmdline()
             if (f"pipeline.training.{module}" in words or "tests.kit.faulty" in words) and "pipeline.launch.agent" not in words:
-                found[int(one.environ()["RANK"])] = one
+                # "(local rank 1)"
+                found[int(words[-1].rstrip(")"))] = one
     return [found[rank] for rank in sorted(found)]
 
 

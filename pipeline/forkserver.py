@@ -1,0 +1,155 @@
+"""A process that imports a module once, and from which others are forked that run it: each saves seconds of imports.
+
+What is forked is a child of whoever asks, as if it had been executed, and has its own session, environment and output.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from pipeline.process_tree import PR_SET_PDEATHSIG, adopt_orphans
+from pipeline.stop_signals import STOP_SIGNALS
+
+# A request is sent whole: the words, what of the environment differs, and two descriptors.
+REQUEST_BYTES = 1 << 17
+GPU_DEVICES = "/dev/nvidia"
+# `python -u -m MODULE`.
+RUN_MODULE = [sys.executable, "-u", "-m"]
+
+
+class ForkServer:
+    """Forks processes that run one module. Start it before the first thread: what a thread locks stays locked in its children."""
+
+    def __init__(self, module: str):
+        self._module, self._environment = module, dict(os.environ)
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        adopt_orphans()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._channel.close()
+            _serve(theirs, module)
+        theirs.close()
+
+    def start(self, words: list[str], environment: dict[str, str], stdout: int, stderr: int) -> "Forked | None":
+        """Start `python -u -m MODULE ...` as a child of this process; None where that must be executed instead."""
+        if words[:4] != [*RUN_MODULE, self._module]:
+            return None
+        difference = {name: value for name, value in environment.items() if self._environment.get(name) != value}
+        request = json.dumps([words, difference]).encode()
+        answer = b""
+        with contextlib.suppress(OSError):
+            # Too long, or the server has been killed.
+            socket.send_fds(self._channel, [request], [stdout, stderr])
+            answer = self._channel.recv(32)
+        return Forked(int(answer)) if answer else None
+
+
+class Forked:
+    """A child of this process, with what torchrun uses of subprocess.Popen."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, or minus the signal that it was killed by; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Wait for its end."""
+        until = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(0.01)
+        return code
+
+
+def _serve(channel: socket.socket, module: str) -> None:
+    """Import, then fork on request; what is forked runs the module, and leaves with its exit code."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
+    # The parent's pipes and locks.
+    os.closerange(3, channel.fileno())
+    os.closerange(channel.fileno() + 1, 1 << 16)
+    set_title([*RUN_MODULE, __name__])
+    # An import that fails ends this process: what is executed instead will say why.
+    for name in (module, *getattr(importlib.import_module(module), "PRELOAD", ())):
+        importlib.import_module(name)
+    del sys.modules[module]
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(channel, REQUEST_BYTES, 2)
+        if not request:
+            os._exit(0)
+        pid = _fork() if _is_forkable() else None
+        if pid == 0:
+            break
+        for one in descriptors:
+            os.close(one)
+        channel.send(str(pid or "").encode())
+    words, environment = json.loads(request)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    for descriptor, one in enumerate(descriptors, 1):
+        os.dup2(one, descriptor)
+        os.close(one)
+    channel.close()
+    os.environ |= environment
+    set_title([*words, f"(local rank {environment.get('LOCAL_RANK')})"])
+    sys.argv = words[3:]
+    # As `-u` has it.
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+def _is_forkable() -> bool:
+    """Return True with one thread and no GPU in use: others would find locks that nobody opens, and a driver that fails."""
+    opened = (os.path.realpath(one) for one in Path("/proc/self/fd").iterdir())
+    return psutil.Process().num_threads() == 1 and not any(name.startswith(GPU_DEVICES) for name in opened)
+
+
+def _fork() -> int | None:
+    """Fork a process that the parent adopts, as the nearest subreaper. Returns its pid, 0 in itself, None if it was killed at once."""
+    reader, writer = os.pipe()
+    between = os.fork()
+    if between == 0:
+        between = os.getpid()
+        if os.fork():
+            os._exit(0)
+        os.setsid()
+        os.write(writer, str(os.getpid()).encode())
+        os.close(reader)
+        os.close(writer)
+        while os.getppid() == between:
+            time.sleep(0.001)
+        return 0
+    os.close(writer)
+    pid = os.read(reader, 32)
+    os.close(reader)
+    os.waitpid(between, 0)
+    return int(pid) if pid else None
+
+
+def set_title(words: list[str]) -> None:
+    """Show these words as this process's command line, as far as there is room."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    room = end - start - 1
+    if room > 0:
+        # A last byte that is not NUL tells the kernel that this is a title.
+        ctypes.memmove(start, " ".join(words).encode()[: room - 1].ljust(room, b"\0") + b" ", room + 1)
