@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench.trial import COUNTER, EXPERIMENT, Lockstep, Plain, Trial, kill_tree, spawn  # noqa: E402
-from pipeline.training.checkpoint import weights_sha256  # noqa: E402
+from pipeline.training.checkpoint_file import weights_sha256  # noqa: E402
 
 
 def baseline(trial: Trial) -> Trial:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ def stalls(model_name: str, split: Split, group: ranks.Ranks) -> dict[str, float
     evaluation = Evaluation(Split(split.images[:6000], split.labels[:6000]), Pixels([0.3], [0.35], DEVICE), CLASSES, group, hold=True)
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        checkpoints = Checkpoints(Path(folder), 2, group)
+        checkpoints = Checkpoints(Path(folder), 2, group, executor=ThreadPoolExecutor(1))
         for step in (1, 2):
             synchronize()
             started_at = time.monotonic()
@@ -180,6 +181,7 @@ def stalls(model_name: str, split: Split, group: ranks.Ranks) -> dict[str, float
             validated_at = time.monotonic()
             checkpoints.save(step, model, optimizer)
             found = {"validation": 1e3 * (validated_at - started_at), "checkpoint": 1e3 * (time.monotonic() - validated_at)}
+            checkpoints.finish()
     return found
 
 

@@ -30,8 +30,9 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile("ci", derandomize=True, database=None, deadline=None, max_examples=100)
 hypothesis.settings.register_profile("fuzz", database=None, deadline=None, max_examples=2000, print_blob=True)
 hypothesis.settings.load_profile("ci")
-# A shell's job in the background ignores Ctrl-C, one under nohup a lost terminal, and so would all that is started here.
+# A shell's job in the background ignores a terminal's signals, one under nohup its loss, and so would all that is started here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 

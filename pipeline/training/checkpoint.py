@@ -1,18 +1,19 @@
 """Checkpoints: written whole, hashed, listed in an index; the newest good one is what a run resumes from.
 
-A file proves itself too, by a digest of its tensors in its header: where the index is damaged it is made anew from the files.
+Where the index is damaged it is made anew from the files. Training goes on while a file is written: what it holds is copied first.
 """
 
 import hashlib
 import json
 import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as from_bytes
-from safetensors.torch import save as to_bytes
+from safetensors.torch import load
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,64 +21,21 @@ from pipeline.files import atomic_write, write_checksummed_json
 from pipeline.ranks import Ranks
 from pipeline.runs.checkpoints import INDEX, count_metrics, journal_until, listed, none_left, read_index, usable
 from pipeline.tracking.journal import CHECKPOINT, last
+from pipeline.training.checkpoint_file import copied, facts_of, optimizer_tensors, packed, proven
 
 log = logging.getLogger(__name__)
 
 
-def weights_sha256(tensors: dict[str, Tensor]) -> str:
-    """Return the SHA-256 of a model: name, dtype, shape and bytes of all tensors, sorted by name."""
-    total = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        whole = tensor.detach().cpu().contiguous()
-        total.update(f"{name} {whole.dtype} {list(whole.shape)}\n".encode())
-        total.update(whole.view(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b"")
-    return total.hexdigest()
-
-
-def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's tensors by the names of their parameters: `optimizer.fc.weight.momentum_buffer`."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    states: dict[Tensor, dict[str, Any]] = optimizer.state
-    return {
-        f"optimizer.{names[parameter]}.{key}": value
-        for parameter, state in states.items()
-        for key, value in state.items()
-        if isinstance(value, Tensor)
-    }
-
-
-def packed(tensors: dict[str, Tensor], **facts: str) -> bytes:
-    """Return tensors and facts as safetensors, with a digest over both."""
-    plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    # Under one key: safetensors writes several in no fixed order.
-    return to_bytes(plain, {"lockstep": json.dumps(facts | {"digest": _proof(plain, facts)})})
-
-
-def facts_of(content: bytes) -> dict[str, str]:
-    """Return the facts in a file's header."""
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    return dict(json.loads(header["__metadata__"]["lockstep"]))
-
-
-def proven(content: bytes) -> dict[str, str] | None:
-    """Return the facts if the file is intact, else None."""
-    try:
-        facts = facts_of(content)
-        digest = facts.pop("digest")
-        return facts if _proof(from_bytes(content), facts) == digest else None
-    except (SafetensorError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _proof(tensors: dict[str, Tensor], facts: dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps([weights_sha256(tensors), facts], sort_keys=True).encode()).hexdigest()
-
-
 class Checkpoints:
-    """The checkpoints of one run: rank 0 writes and reads the files, the others receive its bytes."""
+    """The checkpoints of one run: rank 0 writes and reads the files, the others receive its bytes.
 
-    def __init__(self, folder: Path, keep: int, ranks: Ranks, journal: Path | None = None):
-        self._folder, self._keep, self._ranks, self._journal = folder, keep, ranks, journal
+    Files are written by an executor's thread, or without one before `save` returns.
+    """
+
+    def __init__(self, folder: Path, keep: int, ranks: Ranks, journal: Path | None = None, executor: Executor | None = None):
+        self._folder, self._keep, self._ranks, self._journal, self._executor = folder, keep, ranks, journal, executor
+        self._pending: deque[Future[None]] = deque()
+        self._written: deque[int] = deque()
         # The step of the newest checkpoint.
         self._saved = -1
         # True if the restored checkpoint was saved when a stop had cut the validation of its step short.
@@ -88,7 +46,7 @@ class Checkpoints:
         content = self._ranks.broadcast_bytes(self._ranks.on_rank_zero(self._newest, b""))
         if not content:
             return 0
-        tensors, facts = from_bytes(content), facts_of(content)
+        tensors, facts = load(content), facts_of(content)
         step, self.validation_due = int(facts["step"]), "validation_due" in facts
         model.load_state_dict({name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")})
         parameters = dict(model.named_parameters())
@@ -103,23 +61,61 @@ class Checkpoints:
         return step
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, validation_due: bool = False) -> bool:
-        """Save unless already saved, and prune to `keep`; returns True if it saved, which the journal must then record."""
+        """Begin to save, unless already saved, and prune to `keep`; returns True if it saves."""
         if step == self._saved:
             return False
         before, self._saved = self._saved, step
         due = {"validation_due": "true"} if validation_due else {}
-        # A barrier: a rank that raised in a check of its own does not come here, and then nothing of this step is saved.
-        self._ranks.heartbeat.waiting()
-        self._ranks.start_logical_or(False)()
-        self._ranks.while_others_wait(lambda: self._write(step, before, model, optimizer, due))
+        # A barrier too: a rank that raised in a check of its own does not come here, and then nothing of this step is saved.
+        self._ranks.while_others_wait(self._wait_for_all_but_one)
+        self._ranks.on_rank_zero(lambda: self._save(step, before, model, optimizer, due), None)
         return True
 
     def save_best(self, model: nn.Module, step: int, accuracy: float) -> None:
-        """Save the model if its validation accuracy is the highest; of equals, the first is kept."""
-        self._ranks.while_others_wait(lambda: self._write_best(model, step, accuracy))
+        """Begin to save the model if its validation accuracy is the highest; of equals, the first is kept."""
+        self._ranks.while_others_wait(self._wait_for_all_but_one)
+        self._ranks.on_rank_zero(lambda: self._save_best(model, step, accuracy), None)
 
-    def _write(self, step: int, before: int, model: nn.Module, optimizer: Optimizer, due: dict[str, str]) -> None:
+    def written(self) -> Iterator[int]:
+        """Yield the steps that have been saved since the last call, for the journal; raises what a write raised."""
+        while self._pending and self._pending[0].done():
+            self._pending.popleft().result()
+        while self._written:
+            yield self._written.popleft()
+
+    def finish(self) -> None:
+        """Wait until all is written."""
+        self._ranks.while_others_wait(lambda: self._wait(0))
+
+    def _wait_for_all_but_one(self) -> None:
+        """A disk may be slower than the training, but no more than two copies are held."""
+        self._wait(1)
+
+    def _wait(self, most: int) -> None:
+        while len(self._pending) > most:
+            self._pending.popleft().result()
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        if self._executor is None:
+            work()
+        else:
+            self._pending.append(self._executor.submit(work))
+
+    def _save(self, step: int, before: int, model: nn.Module, optimizer: Optimizer, due: dict[str, str]) -> None:
         tensors = {f"model.{name}": value for name, value in model.state_dict().items()} | optimizer_tensors(model, optimizer)
+        copies, until = copied(tensors), journal_until(self._journal)
+
+        def work() -> None:
+            self._write(step, before, copies(), until, due)
+            self._written.append(step)
+
+        self._begin(work)
+
+    def _save_best(self, model: nn.Module, step: int, accuracy: float) -> None:
+        copies = copied(model.state_dict())
+        self._begin(lambda: self._write_best(copies(), step, accuracy))
+
+    def _write(self, step: int, before: int, tensors: dict[str, Tensor], until: list[Any], due: dict[str, str]) -> None:
         index = self._index()
         content = packed(
             tensors, step=str(step), best=json.dumps(index.get("best")), metrics=str(count_metrics(self._journal, step)), **due
@@ -129,15 +125,15 @@ class Checkpoints:
         # Not those that were refused when this run went on: they would push out good ones.
         entries = [entry for entry in index["checkpoints"] if entry["step"] < step and (before < 0 or entry["step"] <= before)]
         digest = hashlib.sha256(content).hexdigest()
-        entries.append({"step": step, "file": file, "sha256": digest, "journal": journal_until(self._journal)})
+        entries.append({"step": step, "file": file, "sha256": digest, "journal": until})
         self._write_index(index | {"checkpoints": entries[-self._keep :]})
 
-    def _write_best(self, model: nn.Module, step: int, accuracy: float) -> None:
+    def _write_best(self, tensors: dict[str, Tensor], step: int, accuracy: float) -> None:
         index = self._index()
         best = index.get("best")
         if best is not None and best["step"] != step and best["accuracy"] >= accuracy:
             return
-        content = packed(model.state_dict(), step=str(step), accuracy=repr(accuracy))
+        content = packed(tensors, step=str(step), accuracy=repr(accuracy))
         file = f"best-{step:08d}.safetensors"
         atomic_write(self._folder / file, content)
         self._write_index(

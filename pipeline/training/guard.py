@@ -14,7 +14,7 @@ from pipeline.config import MachineError
 from pipeline.files import atomic_write
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.ranks import Ranks
-from pipeline.training.checkpoint import optimizer_tensors
+from pipeline.training.checkpoint_file import optimizer_tensors
 
 CURE = "lower train.learning_rate or raise train.warmup_epochs"
 

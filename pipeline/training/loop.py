@@ -70,7 +70,10 @@ def run(model: nn.Module, steps: Steps, parts: Parts) -> tuple[int, bool]:
             speed.restart(step)
         if going_on and step % steps.per_checkpoint == 0:
             save_checkpoint(parts, step)
+        announce_checkpoints(parts)
     save_checkpoint(parts, step, validation_due=not going_on)
+    parts.checkpoints.finish()
+    announce_checkpoints(parts)
     return step, going_on and step == steps.total
 
 
@@ -85,9 +88,14 @@ def validated(model: nn.Module, step: int, parts: Parts) -> bool:
 
 
 def save_checkpoint(parts: Parts, step: int, validation_due: bool = False) -> None:
-    """Save, then journal it: in this order, as a kill between the two must not announce a missing file."""
+    """Begin to save: what the journal holds is on the disk before."""
     parts.journal.sync()
-    if parts.checkpoints.save(step, parts.guard.checked_model(step), parts.optimizer, validation_due):
+    parts.checkpoints.save(step, parts.guard.checked_model(step), parts.optimizer, validation_due)
+
+
+def announce_checkpoints(parts: Parts) -> None:
+    """Journal what has been written: in this order, as a kill between the two must not announce a missing file."""
+    for step in parts.checkpoints.written():
         parts.journal.event(CHECKPOINT, step=step)
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Generator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +33,8 @@ from pipeline.ranks import Ranks
 from pipeline.timeouts import alarm_seconds, collective_seconds
 from pipeline.tracking.journal import Journal, Silent, Writer
 from pipeline.training import loop, schedule
-from pipeline.training.checkpoint import Checkpoints, weights_sha256
+from pipeline.training.checkpoint import Checkpoints
+from pipeline.training.checkpoint_file import weights_sha256
 from pipeline.training.evaluation import Evaluation
 from pipeline.training.export import export
 from pipeline.training.guard import Diverged, NonFiniteGuard, write_diagnosis
@@ -47,10 +49,11 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.E
 
 def main(job: Job) -> None:
     """Train, and write what the launcher publishes."""
-    with joined(job) as group, group.on_rank_zero(lambda: locked(job.writing), contextlib.nullcontext()):
+    # A checkpoint that is being written is finished, also where the training fails.
+    with joined(job) as group, group.on_rank_zero(lambda: locked(job.writing), contextlib.nullcontext()), ThreadPoolExecutor(1) as executor:
         journal = group.on_rank_zero(lambda: Journal(job.journal), Silent())
         logging.getLogger("pipeline").addHandler(Notes(journal))
-        model, step, finished = train(job, group, journal)
+        model, step, finished = train(job, group, journal, executor)
         if not finished:
             journal.event("stopped", step=step)
             return
@@ -111,7 +114,7 @@ def build_model(job: Job, manifest: store.Manifest, device: torch.device) -> nn.
     return model.to(device=device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue, reportUnknownVariableType]
 
 
-def train(job: Job, group: Ranks, journal: Writer) -> tuple[nn.Module, int, bool]:
+def train(job: Job, group: Ranks, journal: Writer, executor: Executor | None = None) -> tuple[nn.Module, int, bool]:
     """All of a training on one rank; returns the model, the step reached, and True if all is done."""
     config = job.config
     manifest = store.read_manifest(job.prepared)
@@ -143,7 +146,7 @@ def train(job: Job, group: Ranks, journal: Writer) -> tuple[nn.Module, int, bool
         optimizer=optimizer,
         guard=NonFiniteGuard(model, optimizer, explain),
         schedule=schedule.Schedule(config.train.schedule, config.train.learning_rate, warmup_steps, steps.total),
-        checkpoints=Checkpoints(job.checkpoints, config.checkpoint.keep, group, job.journal),
+        checkpoints=Checkpoints(job.checkpoints, config.checkpoint.keep, group, job.journal, executor),
         journal=journal,
         stop=stop,
         validate=lambda model: evaluation(model, dtype, stop.agreed),

@@ -161,15 +161,17 @@ def test_without_a_good_checkpoint_nothing_is_started_from_nothing(experiment: E
 # which kills itself before it; another then restores what there is, and goes on to the end.
 KILLED_WHILE_SAVING = """
 import json, os, signal, sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import torch
 from tests.unit.training.test_checkpoint import SingleNode, descend, parts
-from pipeline.training.checkpoint import Checkpoints, weights_sha256
+from pipeline.training.checkpoint import Checkpoints
+from pipeline.training.checkpoint_file import weights_sha256
 
 def save(folder, told):
     torch.set_num_threads(1)
     model, optimizer = parts()
-    checkpoints = Checkpoints(folder, 2, SingleNode())
+    checkpoints = Checkpoints(folder, 2, SingleNode(), executor=ThreadPoolExecutor(1))
     begin = checkpoints.restore(model, optimizer)
     digests = {begin: weights_sha256(model.state_dict())}
     for step in range(begin + 1, 5):
@@ -177,6 +179,7 @@ def save(folder, told):
         digests[step] = weights_sha256(model.state_dict())
         checkpoints.save_best(model, step, step / 10)
         checkpoints.save(step, model, optimizer)
+    checkpoints.finish()
     told.write_text(json.dumps([begin, digests]))
 
 def child(work):

@@ -26,11 +26,13 @@ class Job:
         self.port, self._workers = free_port(), workers
         self.leading = experiment_in(folder / "leader", **changes).with_database()
         self._folder, self._changes, self._joined = folder, changes, 0
+        self._leader: subprocess.Popen[str] | None = None
         self.leading.run("prepare")
 
     def lead(self, *words: str, **environment: str) -> subprocess.Popen[str]:
         words = words or (sys.executable, "-m", "pipeline", "train", "--params", str(self.leading.params))
-        return self.leading.start("lead", "--workers", str(self._workers), "--port", str(self.port), *words, **environment)
+        self._leader = self.leading.start("lead", "--workers", str(self._workers), "--port", str(self.port), *words, **environment)
+        return self._leader
 
     def join(self, **environment: str) -> subprocess.Popen[str]:
         self._joined += 1
@@ -42,7 +44,7 @@ class Job:
             journals = (self.leading.folder / "runs").glob("*/journal.jsonl")
             return sum(journal.read_text().count("train/loss") for journal in journals)
 
-        until(lambda: lines() >= count, seconds=seconds, every_seconds=0.05)
+        until(lambda: lines() >= count, self._leader, seconds, every_seconds=0.05)
 
 
 def end(process: subprocess.Popen[str], seconds: float = 200) -> tuple[int, str]:

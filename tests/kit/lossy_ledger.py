@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from pipeline.training import loop
-from pipeline.training.checkpoint import weights_sha256
+from pipeline.training.checkpoint_file import weights_sha256
 from tests.kit.lossy_kills import damage
 from tests.kit.lossy_training import Plan, Watch, parts, train
 

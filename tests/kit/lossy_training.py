@@ -17,7 +17,8 @@ from pipeline.runs.status import Outcome, running
 from pipeline.tracking import journal as journals
 from pipeline.tracking.journal import Journal
 from pipeline.training import loop
-from pipeline.training.checkpoint import Checkpoints, weights_sha256
+from pipeline.training.checkpoint import Checkpoints
+from pipeline.training.checkpoint_file import weights_sha256
 from pipeline.training.evaluation import Result
 from pipeline.training.guard import NonFiniteGuard
 from pipeline.training.schedule import Schedule

@@ -10,7 +10,7 @@ import pytest
 from pipeline.job import Job
 from pipeline.tracking.journal import Journal, Silent, Writer
 from pipeline.training import train_rank
-from pipeline.training.checkpoint import weights_sha256
+from pipeline.training.checkpoint_file import weights_sha256
 from tests.kit.devices import GPU, NCCL, ONE_GPU, also_on_gpu
 from tests.kit.experiment import make_job
 

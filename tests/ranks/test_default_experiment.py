@@ -13,7 +13,7 @@ from pipeline.job import Job
 from pipeline.ranks import Ranks
 from pipeline.tracking.journal import Journal, Silent, read
 from pipeline.training import train_rank
-from pipeline.training.checkpoint import weights_sha256
+from pipeline.training.checkpoint_file import weights_sha256
 from tests.kit.experiment import ROOT
 
 

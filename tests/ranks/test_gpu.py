@@ -19,7 +19,7 @@ from pipeline.models.torchvision_names import NAMES
 from pipeline.ranks import Ranks
 from pipeline.tracking.journal import Journal, Silent
 from pipeline.training import export, loop, train_rank
-from pipeline.training.checkpoint import weights_sha256
+from pipeline.training.checkpoint_file import weights_sha256
 from pipeline.training.guard import NonFiniteGuard
 from tests.kit.devices import GPU, NCCL, gpu
 from tests.kit.experiment import make_job

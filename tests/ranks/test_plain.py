@@ -16,7 +16,7 @@ from pipeline.data import store
 from pipeline.job import Job
 from pipeline.tracking.journal import Journal
 from pipeline.training import train_rank
-from pipeline.training.checkpoint import weights_sha256
+from pipeline.training.checkpoint_file import weights_sha256
 from pipeline.training.schedule import Schedule
 from tests.kit.experiment import make_job
 

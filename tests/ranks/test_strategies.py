@@ -16,7 +16,7 @@ from pipeline import models, parallel
 from pipeline.config import Dist, draw_seed
 from pipeline.hardware.environment import FIXED
 from pipeline.parallel.lanes import Lanes, Task
-from pipeline.training.checkpoint import weights_sha256
+from pipeline.training.checkpoint_file import weights_sha256
 from tests.kit.devices import also_on_gpu
 
 BATCH, STEPS = 24, 2

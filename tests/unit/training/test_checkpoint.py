@@ -9,7 +9,8 @@ from torch import nn
 
 from pipeline.config import MachineError
 from pipeline.heartbeat import Heartbeat
-from pipeline.training.checkpoint import INDEX, Checkpoints, _laid_out_like, read_or_rebuild_index, weights_sha256
+from pipeline.training.checkpoint import INDEX, Checkpoints, _laid_out_like, read_or_rebuild_index
+from pipeline.training.checkpoint_file import weights_sha256
 
 
 class SingleNode:

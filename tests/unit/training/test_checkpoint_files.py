@@ -16,7 +16,8 @@ from pipeline.config import MachineError
 from pipeline.heartbeat import COMPUTING, FORM, Heartbeat
 from pipeline.ranks import Ranks
 from pipeline.runs.checkpoints import read_index
-from pipeline.training.checkpoint import Checkpoints, facts_of, packed, proven, weights_sha256
+from pipeline.training.checkpoint import Checkpoints
+from pipeline.training.checkpoint_file import facts_of, packed, proven, weights_sha256
 from tests.unit.training.test_checkpoint import SingleNode, descend, parts
 
 TENSORS: dict[str, Tensor] = {

@@ -13,7 +13,8 @@ from torch import Tensor
 from pipeline.config import MachineError
 from pipeline.files import write_checksummed_json
 from pipeline.runs.checkpoints import INDEX, read_index
-from pipeline.training.checkpoint import Checkpoints, packed, proven, read_or_rebuild_index, weights_sha256
+from pipeline.training.checkpoint import Checkpoints, read_or_rebuild_index
+from pipeline.training.checkpoint_file import packed, proven, weights_sha256
 from tests.unit.training.test_checkpoint import SingleNode, parts
 
 

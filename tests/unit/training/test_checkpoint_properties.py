@@ -16,7 +16,8 @@ from torch import nn
 
 from pipeline.config import MachineError
 from pipeline.runs.checkpoints import intact
-from pipeline.training.checkpoint import INDEX, Checkpoints, read_or_rebuild_index, weights_sha256
+from pipeline.training.checkpoint import INDEX, Checkpoints, read_or_rebuild_index
+from pipeline.training.checkpoint_file import weights_sha256
 from tests.unit.training.test_checkpoint import SingleNode
 
 # The same examples in every run; a machine that is busy is no failure.

@@ -1,0 +1,132 @@
+"""Checkpoints that are written beside the training, by a thread."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from pipeline.ranks import Ranks
+from pipeline.training import checkpoint
+from pipeline.training.checkpoint import Checkpoints
+from pipeline.training.checkpoint_file import weights_sha256
+from tests.unit.training.test_checkpoint import SingleNode, descend, parts
+
+
+class SlowDisk:
+    """Writes a file when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.begun: list[str] = []
+        self._may = threading.Semaphore(0)
+        write = checkpoint.atomic_write
+
+        def slowly(path: Path, content: bytes) -> None:
+            self.begun.append(path.name)
+            assert self._may.acquire(timeout=30)
+            write(path, content)
+
+        monkeypatch.setattr(checkpoint, "atomic_write", slowly)
+
+    def write(self, files: int = 1) -> None:
+        self._may.release(files)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
+    one = SlowDisk(monkeypatch)
+    yield one
+    one.write(100)
+
+
+def beside(folder: Path, ranks: Any = None) -> Checkpoints:
+    return Checkpoints(folder, 2, ranks or SingleNode(), executor=ThreadPoolExecutor(1))
+
+
+def test_training_goes_on_meanwhile_and_the_file_has_what_was_there_before(tmp_path: Path, disk: SlowDisk) -> None:
+    checkpoints, (model, optimizer) = beside(tmp_path), parts()
+    descend(model, optimizer, range(3))
+    before = weights_sha256(model.state_dict())
+    assert checkpoints.save(3, model, optimizer)
+    descend(model, optimizer, range(3, 5))
+    assert list(checkpoints.written()) == []
+    assert not list(tmp_path.glob("step-*"))
+    disk.write()
+    checkpoints.finish()
+    assert list(checkpoints.written()) == [3]
+    assert list(checkpoints.written()) == []
+    tensors = load_file(tmp_path / "step-00000003.safetensors")
+    found = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
+    assert weights_sha256(found) == before != weights_sha256(model.state_dict())
+
+
+def test_a_step_is_told_of_as_soon_as_it_is_written(tmp_path: Path, disk: SlowDisk) -> None:
+    checkpoints, (model, optimizer) = beside(tmp_path), parts()
+    checkpoints.save_best(model, 1, 0.5)
+    checkpoints.save(1, model, optimizer)
+    disk.write(2)
+    checkpoints._pending[-1].result(30)
+    assert list(checkpoints.written()) == [1]
+
+
+def test_no_more_than_two_copies_wait_for_a_slow_disk(tmp_path: Path, disk: SlowDisk) -> None:
+    checkpoints, (model, optimizer) = beside(tmp_path), parts()
+    checkpoints.save_best(model, 1, 0.5)
+    checkpoints.save(1, model, optimizer)
+    third = threading.Thread(target=checkpoints.save, args=(2, model, optimizer), daemon=True)
+    third.start()
+    third.join(0.5)
+    assert third.is_alive()
+    disk.write()
+    third.join(30)
+    assert not third.is_alive()
+    assert len(checkpoints._pending) == 2
+
+
+def test_what_a_write_raises_reaches_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(checkpoint, "atomic_write", full)
+    for hear in (lambda one: list(one.written()), lambda one: one.finish()):
+        checkpoints, (model, optimizer) = beside(tmp_path), parts()
+        checkpoints.save(1, model, optimizer)
+        checkpoints._pending[-1].exception(30)
+        with pytest.raises(OSError, match="No space left"):
+            hear(checkpoints)
+
+
+def test_files_are_those_of_a_training_that_waits_for_them(tmp_path: Path) -> None:
+    for folder, executor in ((tmp_path / "beside", ThreadPoolExecutor(1)), (tmp_path / "waiting", None)):
+        checkpoints, (model, optimizer) = Checkpoints(folder, 2, SingleNode(), executor=executor), parts()
+        for step, accuracy in ((1, 0.2), (2, 0.5), (3, 0.4), (4, 0.5), (5, 0.7)):
+            descend(model, optimizer, range(step - 1, step))
+            checkpoints.save_best(model, step, accuracy)
+            checkpoints.save(step, model, optimizer)
+        checkpoints.finish()
+        assert list(checkpoints.written()) == [1, 2, 3, 4, 5]
+    beside, waiting = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("beside", "waiting"))
+    assert beside == waiting
+    assert len(beside) == 4
+
+
+def test_ranks_go_on_beside_a_slow_disk_and_wait_for_it_at_the_end(
+    tmp_path: Path, disk: SlowDisk, thread_ranks: Callable[..., list[Any]]
+) -> None:
+    saved = threading.Barrier(2)
+
+    def work(group: Ranks) -> list[int]:
+        checkpoints, (model, optimizer) = beside(tmp_path, group), parts()
+        checkpoints.save(1, model, optimizer)
+        saved.wait(30)
+        assert not list(tmp_path.glob("step-*"))
+        # One rank's disk for both: whoever comes first lets it write.
+        disk.write()
+        checkpoints.finish()
+        assert list(tmp_path.glob("step-*"))
+        return list(checkpoints.written())
+
+    assert thread_ranks(2, work) == [[1], []]
