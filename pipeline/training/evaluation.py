@@ -31,10 +31,10 @@ class Result:
 
 
 class Evaluation:
-    """One split, its chunks assigned to ranks."""
+    """One split, its chunks assigned to ranks; `in_step` where a model's ranks can only compute together."""
 
-    def __init__(self, split: Split, pixels: Pixels, num_classes: int, ranks: Ranks, hold: bool = False):
-        self._pixels, self._ranks, self._num_classes = pixels, ranks, num_classes
+    def __init__(self, split: Split, pixels: Pixels, num_classes: int, ranks: Ranks, hold: bool = False, in_step: bool = False):
+        self._pixels, self._ranks, self._num_classes, self._in_step = pixels, ranks, num_classes, in_step
         pieces = list(chunks(len(split.labels), CHUNK))
         whole, rest = divmod(len(pieces), ranks.size)
         self._per_rank = [whole + (rank < rest) for rank in range(ranks.size)]
@@ -45,10 +45,15 @@ class Evaluation:
             # Once, and not in every epoch.
             self._batches = [(images.to(pixels.device), labels.to(pixels.device)) for images, labels in self._batches]
         self._total = len(split.labels)
+        self._blank = torch.from_numpy(split.images[:1])
 
-    @torch.inference_mode()
     def __call__(self, model: nn.Module, dtype: torch.dtype | None, stopped: Callable[[], bool] = lambda: False) -> Result | None:
         """Evaluate the split; every rank must call it. Returns None if `stopped`, the same on all ranks, becomes true."""
+        # FSDP would keep tensors of inference mode for the training.
+        with torch.no_grad() if self._in_step else torch.inference_mode():
+            return self._evaluate(model, dtype, stopped)
+
+    def _evaluate(self, model: nn.Module, dtype: torch.dtype | None, stopped: Callable[[], bool]) -> Result | None:
         was_training = model.training
         model.eval()
         device = self._pixels.device
@@ -60,12 +65,13 @@ class Evaluation:
                 return None
             if index >= len(self._batches):
                 # This rank has a chunk less, and is asked as often.
+                if self._in_step:
+                    self._logits(model, self._blank, dtype)
                 continue
             images, labels = self._batches[index]
             self._ranks.heartbeat.computing()
             labels = labels.to(device)
-            with torch.autocast(device.type, dtype, enabled=dtype is not None):
-                logits = model(self._pixels(images)).float()
+            logits = self._logits(model, images, dtype)
             losses.append(F.cross_entropy(logits, labels, reduction="sum").double())
             top5 = logits.topk(min(5, self._num_classes), dim=1).indices
             counts[0] += (top5 == labels[:, None]).sum()
@@ -77,3 +83,8 @@ class Evaluation:
         counts = self._ranks.sum_integers(counts).cpu()
         confusion = counts[1:].view(self._num_classes, self._num_classes)
         return Result(loss, int(confusion.diagonal().sum()), int(counts[0]), self._total, confusion)
+
+    def _logits(self, model: nn.Module, images: Tensor, dtype: torch.dtype | None) -> Tensor:
+        with torch.autocast(self._pixels.device.type, dtype, enabled=dtype is not None):
+            logits: Tensor = model(self._pixels(images))
+        return logits.float()

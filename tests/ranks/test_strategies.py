@@ -3,7 +3,7 @@
 import functools
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -46,8 +46,11 @@ def autocast(bf16: bool, device: torch.device):
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     gradients = {f"{name}.grad": parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-    floating = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-    return {name: value.cpu() for name, value in (gradients | floating).items()}
+    return {name: value.cpu() for name, value in (gradients | floating(model)).items()}
+
+
+def floating(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
 
 
 def with_strategy(
@@ -63,8 +66,9 @@ def with_strategy(
     totals = []
     for step in range(steps):
         totals.append(built.backward(step).over_ranks())
-        descend(model)
-    found = tensors(model)
+        descend(built.parameters.values())
+    gradients = {f"{name}.grad": built.whole(name, one.grad) for name, one in built.parameters.items() if one.grad is not None}
+    found = {name: value.cpu() for name, value in (gradients | floating(model)).items()}
     return weights_sha256(found), found, totals
 
 
@@ -110,7 +114,7 @@ def one_process(
                 if buffer.is_floating_point():
                     buffer.copy_(add([result[name] for result in results]) / count)
         totals.append({"train/loss": torch.stack(losses).sum().item() / BATCH, "train/accuracy": right / BATCH})
-        descend(model)
+        descend(model.parameters())
     found = tensors(model)
     return weights_sha256(found), found, totals
 
@@ -136,9 +140,9 @@ def lanes_by_hand(model: nn.Module, step: int, count: int, bf16: bool, seed: int
     return results, losses, right
 
 
-def descend(model: nn.Module) -> None:
+def descend(parameters: Iterable[nn.Parameter]) -> None:
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in parameters:
             parameter -= 0.05 * parameter.grad
 
 
@@ -158,6 +162,7 @@ def test_ordered_equals_one_process_bit_for_bit_on_any_ranks(device: str, run_ra
             for strategy in STRATEGIES
             for case in CASES
             for share in (shares[:1] if case[0] == "resnet18" and strategy != "ddp" else shares)
+            if strategy != "fsdp" or len(set(share)) == 1
         ]
         work = [(with_strategy, (strategy, "ordered", name, share, bf16)) for strategy, (name, bf16), share in keys]
         for results in run_ranks(size, *work, device=device):
@@ -165,7 +170,16 @@ def test_ordered_equals_one_process_bit_for_bit_on_any_ranks(device: str, run_ra
                 assert sha256 == expected[case][0], (strategy, case, share)
                 assert totals == expected[case][2], (strategy, case, share)
                 checked[strategy] += 1
-    assert checked == dict.fromkeys(STRATEGIES, 17 + 17 + 10) | {"ddp": 3 * 17}
+    # FSDP takes equal shares alone.
+    assert checked == dict.fromkeys(STRATEGIES, 17 + 17 + 10) | {"ddp": 3 * 17, "fsdp": 3 * 7}
+
+
+def test_fsdp_has_the_bits_of_one_process_on_three_ranks_too(run_ranks) -> None:
+    """Which no parameter's rows can be shared by evenly, and of some not every rank has one."""
+    work = [(with_strategy, ("fsdp", "ordered", name, [2, 2, 2], bf16)) for name, bf16 in CASES]
+    for (name, bf16), (sha256, _, totals) in zip(CASES, run_ranks(3, *work)[0], strict=True):
+        expected, _, expected_totals = one_process(name, 6, bf16)
+        assert (sha256, totals) == (expected, expected_totals), name
 
 
 def test_native_equals_one_process_within_rounding(run_ranks) -> None:

@@ -1,0 +1,162 @@
+"""FSDP (fully_shard): every rank holds a share of each parameter and of the optimizer, and gathers a block's weights when it needs them.
+
+Under the ordered reduction FSDP's reduce-scatter is our own: the same tree over the lanes as under DDP, and so the same bits.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from pipeline.config import Dist
+from pipeline.parallel import Strategy, ddp
+from pipeline.parallel.lane_buffers import LaneBuffers
+from pipeline.parallel.lanes import Lanes, Task, Totals, TreeNode, push
+from pipeline.parallel.ordered import OrderedSum, add
+from pipeline.ranks import Ranks
+
+
+def build(task: Task, lanes: Lanes, ranks: Ranks, settings: Dist) -> Strategy:
+    """FSDP; alone, a rank has nobody to share with."""
+    if ranks.size == 1:
+        return ddp.build(task, lanes, ranks, settings)
+    return Fsdp(task, lanes, ranks, settings.reduction == "ordered")
+
+
+class Fsdp:
+    """One lane after another, on all ranks in step: each block's weights are gathered before it computes, and dropped after it."""
+
+    sharded = True
+
+    def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, ordered: bool):
+        self._task, self._lanes, self._ranks, self._ordered = task, lanes, ranks, ordered
+        model: Any = task.model
+        first_weights(model)
+        mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+        self._sums: list[OrderedReduceScatter] = []
+        for block in [*blocks(model), model]:
+            # The root too: weights that it kept would miss an update.
+            part = fully_shard(block, mesh=mesh, reshard_after_forward=True)
+            # The loss is divided already.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+            part.set_custom_all_gather(Gather(ranks))
+            if ordered:
+                self._sums.append(OrderedReduceScatter(lanes, ranks))
+                part.set_custom_reduce_scatter(self._sums[-1])
+        self._model: FSDPModule = model
+        self._shared: dict[str, Any] = dict(model.named_parameters())
+        # The same memory: what the optimizer does to these, it does to FSDP's.
+        self.parameters = {name: Parameter(one.detach().to_local(), one.requires_grad) for name, one in self._shared.items()}
+        self._buffers = LaneBuffers(model, lanes, ranks)
+
+    def backward(self, step: int) -> Totals:
+        """Gradients of the mean loss over the global batch, and the step's totals."""
+        rows: list[Tensor] = []
+        for one in self._sums:
+            one.start()
+        self._drop_gradients()
+        self._buffers.start()
+        self._ranks.heartbeat.computing(step)
+        for lane in self._lanes.own:
+            last = lane == self._lanes.own[-1]
+            self._buffers.before_lane(lane)
+            self._ranks.heartbeat.computing()
+            if self._ordered:
+                # What FSDP adds up for earlier lanes is nothing; their gradients are kept by the sums.
+                self._drop_gradients()
+            else:
+                self._model.set_requires_gradient_sync(last)
+            loss, row = self._task.forward(self._task.model, step, lane)
+            self._buffers.after_lane(lane)
+            # A loss that is no number makes the gradients none either; any other is scaled exactly.
+            (loss * (1 / self._lanes.global_batch + (loss - loss).detach())).backward()  # pyright: ignore[reportUnknownMemberType]
+            rows.append(row)
+        for name, parameter in self.parameters.items():
+            gradient = self._shared[name].grad
+            parameter.grad = None if gradient is None else gradient.to_local()
+        self._buffers.finish()
+        return Totals(rows, self._lanes, self._ranks)
+
+    def _drop_gradients(self) -> None:
+        for one in self._shared.values():
+            one.grad = None
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's rows: as many as every other's, but at the end."""
+        rows = -(-len(whole) // self._ranks.size)
+        return whole[self._ranks.rank * rows : (self._ranks.rank + 1) * rows]
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """All ranks' rows."""
+        one = self._shared[name]
+        self._ranks.heartbeat.waiting()
+        shared = DTensor.from_local(part, one.device_mesh, one.placements, run_check=False, shape=one.shape, stride=one.stride())
+        return shared.full_tensor()
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The model's parts with weights; of a sequence of parts, its parts."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        found += blocks(child) if isinstance(child, nn.Sequential) else [child]
+    return [one for one in found if any(True for _ in one.parameters())]
+
+
+def first_weights(model: nn.Module) -> None:
+    """Give every rank the weights of rank 0, as DDP does, in plain memory order: FSDP takes no other."""
+    model.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
+    for one in [*model.parameters(), *model.buffers()]:
+        dist.broadcast(one.detach(), 0)
+
+
+class Gather(AllGather):
+    """torch's own, and a word to the watchdog that this rank waits for the others."""
+
+    def __init__(self, ranks: Ranks):
+        self._heartbeat = ranks.heartbeat
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Fresh memory."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: "dist.ProcessGroup", async_op: bool = False) -> Any:
+        """All-gather."""
+        self._heartbeat.waiting()
+        work = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        self._heartbeat.computing()
+        return work
+
+
+class OrderedReduceScatter(ReduceScatter):
+    """One block's gradients: those of earlier lanes are kept, and with the last one's this rank's share is summed over all lanes."""
+
+    def __init__(self, lanes: Lanes, ranks: Ranks):
+        self._lanes, self._heartbeat, self._sum = lanes, ranks.heartbeat, OrderedSum(lanes, ranks)
+        self.start()
+
+    def start(self) -> None:
+        """A step begins."""
+        self._own = iter(self._lanes.own)
+        self._stack: list[TreeNode[Tensor]] = []
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Fresh memory."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+        """Take the gradients of the next lane, cut for all ranks; the output holds something after the last one."""
+        lane = next(self._own)
+        push(self._stack, (lane, 1, input_tensor), add)
+        if lane != self._lanes.own[-1]:
+            return
+        self._heartbeat.waiting()
+        output_tensor.copy_(self._sum.share(self._sum.scatter(self._stack, input_tensor)))
+        self._heartbeat.computing()

@@ -1,0 +1,82 @@
+"""FSDP: shares of the weights on every rank, and the bits of DDP."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.job import Job
+from pipeline.tracking.journal import Silent
+from pipeline.training import train_rank
+from tests.kit.experiment import make_job
+from tests.ranks.test_bits import Placement, job_of, steps_of, trained
+from tests.ranks.test_divergence import SHAPE, diverged
+
+pytestmark = pytest.mark.slow
+LENET, ADAMW, RESNET = "lenet, crop-flip, bf16", "mlp with dropout, adamw, bf16", "resnet18, crop-flip, fp32"
+
+
+# The norm is below that of most gradients.
+MORE = {"clip_norm": 0.5, "ema_decay": 0.9}
+
+
+def job(folder: Path, case: str, strategy: str, size: int, run: str) -> Job:
+    found = job_of(folder, case, Placement(size), run)
+    config = found.config
+    changed = {"dist": config.dist.model_copy(update={"strategy": strategy}), "train": config.train.model_copy(update=MORE)}
+    return found.model_copy(update={"config": config.model_copy(update=changed)})
+
+
+def files(job: Job) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in job.checkpoints.glob("*.safetensors")}
+
+
+def test_a_sharded_training_has_the_bits_and_the_checkpoints_of_ddp(tmp_path: Path, run_ranks) -> None:
+    cases = (LENET, ADAMW, RESNET)
+    alone = {case: job(tmp_path, case, "ddp", 1, "ddp") for case in cases}
+    (expected,) = run_ranks(1, *((trained, (alone[case], None)) for case in cases))
+    for size in (2, 4):
+        jobs = [job(tmp_path, case, "fsdp", size, f"fsdp-{size}") for case in cases]
+        for results in run_ranks(size, *((trained, (one, None)) for one in jobs)):
+            assert results == expected
+        for case, one in zip(cases, jobs, strict=True):
+            # Momenta and best models too: the files are equal byte for byte.
+            assert files(one) == files(alone[case]), (case, size)
+            assert len(files(one)) == 3
+
+
+def test_what_one_strategy_saves_any_other_goes_on_from(tmp_path: Path, run_ranks) -> None:
+    chain = [("ddp", 2), ("fsdp", 4), ("allreduce", 3), ("fsdp", 2), ("graphs", 1), ("fsdp", 2)]
+    for case in (LENET, ADAMW):
+        ((expected, _),) = run_ranks(1, (trained, (job(tmp_path, case, "ddp", 1, "alone"), None)))[0]
+        digest = ""
+        for stop, (strategy, size) in enumerate(chain, 1):
+            last = stop == len(chain)
+            one = job(tmp_path, case, strategy, size, "passed on")
+            ((digest, step),) = run_ranks(size, (trained, (one, None if last else 3 * stop)))[0]
+            # The question put after the signal is answered one step later.
+            assert step == (steps_of(case) if last else 3 * stop + 1), (strategy, size)
+        assert digest == expected
+
+
+def held(group: Any, job: Job) -> tuple[int, int]:
+    """How many numbers of parameters and optimizer this rank holds, and how many there are."""
+    train_rank.fix_bits(1)
+    state, _, _ = train_rank.train(job, group, Silent())
+    parts = [part for _, parameter, part in state.parts() if parameter is not None]
+    return sum(part.numel() for part in parts), sum(value.numel() for name, value in state.whole() if "running" not in name)
+
+
+def test_four_ranks_hold_a_quarter_each_of_parameters_and_optimizer(tmp_path: Path, run_ranks) -> None:
+    for ((own, whole),) in run_ranks(4, (held, (job(tmp_path, LENET, "fsdp", 4, "held"),))):
+        assert 0 < own <= 0.3 * whole
+    for ((own, whole),) in run_ranks(2, (held, (job(tmp_path, LENET, "ddp", 2, "whole"),))):
+        assert own == whole
+
+
+@pytest.mark.parametrize("kind", ["nan", "infinity"])
+def test_a_nan_on_one_rank_ends_all_of_them_alike(tmp_path: Path, run_ranks, kind: str) -> None:
+    one = make_job(tmp_path, **SHAPE, dist__strategy="fsdp")
+    said = [text for (text,) in run_ranks(2, (diverged, (one, kind)))]
+    assert said[0] == said[1]
+    assert "the gradient of step 7 is not finite, and no weight was updated since" in said[0]
