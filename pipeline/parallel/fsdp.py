@@ -4,6 +4,7 @@ Under the ordered reduction FSDP's reduce-scatter is our own: the same tree over
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Fsdp:
     def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, ordered: bool):
         self._task, self._lanes, self._ranks, self._ordered = task, lanes, ranks, ordered
         model: Any = task.model
+        keep_layouts(model)
         first_weights(model)
         mesh = init_device_mesh(ranks.device.type, (ranks.size,))
         self._sums: list[OrderedReduceScatter] = []
@@ -108,6 +110,19 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     for child in model.children():
         found += blocks(child) if isinstance(child, nn.Sequential) else [child]
     return [one for one in found if any(True for _ in one.parameters())]
+
+
+def keep_layouts(model: nn.Module) -> None:
+    """Let convolutions go on to compute with channels-last weights: other kernels would round differently."""
+
+    def forward(module: nn.Conv2d, images: Tensor) -> Tensor:
+        weight = module.weight.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        return module._conv_forward(images, weight, module.bias)  # pyright: ignore[reportPrivateUsage]
+
+    for one in model.modules():
+        # By strides: with one channel, or one pixel, a weight is contiguous in both orders.
+        if isinstance(one, nn.Conv2d) and one.weight.stride() != torch.empty(one.weight.shape, device="meta").stride():
+            one.forward = partial(forward, one)
 
 
 def first_weights(model: nn.Module) -> None:

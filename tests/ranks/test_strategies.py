@@ -68,7 +68,8 @@ def with_strategy(
         totals.append(built.backward(step).over_ranks())
         descend(built.parameters.values())
     gradients = {f"{name}.grad": built.whole(name, one.grad) for name, one in built.parameters.items() if one.grad is not None}
-    found = {name: value.cpu() for name, value in (gradients | floating(model)).items()}
+    # Without the storage that a gradient may be a view of.
+    found = {name: value.cpu().clone() for name, value in (gradients | floating(model)).items()}
     return weights_sha256(found), found, totals
 
 
