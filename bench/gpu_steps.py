@@ -32,6 +32,7 @@ from pipeline.parallel.lanes import Lanes, Task
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.evaluation import Evaluation
 from pipeline.training.guard import NonFiniteGuard
+from pipeline.training.state import State
 from pipeline.training.stopping import Stop
 from pipeline.training.train_rank import fix_bits
 
@@ -72,7 +73,7 @@ def product(model_name: str, split: Split, group: ranks.Ranks, arm: tuple[str, s
         parallel.build(task, lanes, group, Dist.model_construct(strategy=strategy, reduction=reduction)),
         make_optimizer(model),
     )
-    guard, stop, step = NonFiniteGuard(model, optimizer, lambda step: ""), Stop(group, 60), 0
+    guard, stop, step = NonFiniteGuard(State(model, optimizer, built), group, lambda step: ""), Stop(group, 60), 0
 
     def take() -> None:
         nonlocal step
@@ -179,7 +180,7 @@ def stalls(model_name: str, split: Split, group: ranks.Ranks) -> dict[str, float
             started_at = time.monotonic()
             evaluation(model, torch.bfloat16)
             validated_at = time.monotonic()
-            checkpoints.save(step, model, optimizer)
+            checkpoints.save(step, State(model, optimizer))
             found = {"validation": 1e3 * (validated_at - started_at), "checkpoint": 1e3 * (time.monotonic() - validated_at)}
             checkpoints.finish()
     return found

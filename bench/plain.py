@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from pipeline import config as configs
-from pipeline import models
+from pipeline import models, params
+from pipeline.config import Config
 from pipeline.data import store
 from pipeline.training.schedule import Schedule
 
@@ -31,7 +31,7 @@ def dataset(folder: Path) -> TensorDataset:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    config = configs.load(folder / "params.yaml")
+    config = params.load(folder / "params.yaml")
     train, latest = config.train, folder / "latest.pt"
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -79,7 +79,7 @@ def resume(latest: Path, parts: dict[str, Any]) -> int:
     return state["step"]
 
 
-def tracking(config: configs.Config) -> mlflow.ActiveRun:
+def tracking(config: Config) -> mlflow.ActiveRun:
     mlflow.set_experiment(config.tracking.experiment)
     run = mlflow.start_run()
     mlflow.log_params(config.train.model_dump())

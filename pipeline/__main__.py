@@ -12,9 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, ModuleType
 
-from pipeline.config import Config, ConfigError, DataError, MachineError, PeerError, load
+from pipeline.config import Config, ConfigError, DataError, MachineError, PeerError
 from pipeline.files import Paths, describe
 from pipeline.output import best_effort_output
+from pipeline.params import load
 from pipeline.runs.status import StopRequested
 
 COMMANDS = {

@@ -1,14 +1,12 @@
-"""params.yaml -> one frozen, typed Config; every check of it; identity told apart from placement."""
+"""What params.yaml sets, frozen and typed; every check of it; identity told apart from placement."""
 
 import difflib
 import hashlib
 import json
 import math
-from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class ConfigError(ValueError):
@@ -57,11 +55,15 @@ class Train(Section):
     epochs: int = Field(default=10, ge=1)
     optimizer: Literal["sgd", "adamw"] = "sgd"
     learning_rate: float = Field(default=0.1, gt=0)
+    scale_learning_rate: Literal["none", "linear", "sqrt"] = "none"
+    base_batch: int = Field(default=256, ge=1)
     momentum: float | None = Field(default=0.9, ge=0, lt=1)
     weight_decay: float = Field(default=0.0005, ge=0)
     schedule: Literal["constant", "cosine"] = "cosine"
     warmup_epochs: int = Field(default=1, ge=0)
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    clip_norm: float | None = Field(default=None, gt=0)
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
     precision: Literal["auto", "fp32", "bf16"] = "auto"
 
     @model_validator(mode="after")
@@ -79,7 +81,8 @@ class Dist(Section):
     world_size: int = Field(default=2, ge=1)
     nodes: int = Field(default=1, ge=1)
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    batch_size_per_gpu: int = Field(default=128, ge=1)
+    batch_size_per_gpu: int | None = Field(default=128, ge=1)
+    global_batch: int | None = Field(default=None, ge=1)
     accumulation: int = Field(default=1, ge=1)
     strategy: str = "ddp"
     algorithm: Literal["ring", "naive"] = "ring"
@@ -91,8 +94,14 @@ class Dist(Section):
     grace_seconds: int = Field(default=60, ge=1)
 
     @property
-    def global_batch(self) -> int:
-        return self.world_size * self.batch_size_per_gpu * self.accumulation
+    def images_per_step(self) -> int:
+        """The global batch, said as such or for every rank."""
+        return self.global_batch or self.world_size * (self.batch_size_per_gpu or 0) * self.accumulation
+
+    @property
+    def batch_key(self) -> str:
+        """The key that says how large a batch is."""
+        return "global_batch" if self.batch_size_per_gpu is None else "batch_size_per_gpu"
 
     @property
     def pieces(self) -> int:
@@ -108,6 +117,7 @@ class Dist(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        self._check_batch()
         if self.strategy != "allreduce" and self.algorithm != "ring":
             raise ValueError(f"algorithm: only strategy: allreduce takes {self.algorithm}; set algorithm: ring")
         if self.world_size % self.nodes:
@@ -123,12 +133,26 @@ class Dist(Section):
         self._check_lanes(self.lanes)
         return self
 
+    def _check_batch(self) -> None:
+        if self.batch_size_per_gpu is None:
+            if self.global_batch is None:
+                raise ValueError("batch_size_per_gpu: is missing; set it, or global_batch")
+            if self.reduction == "native" and self.global_batch % self.pieces:
+                raise ValueError(f"global_batch: {self.global_batch} is not divisible by world_size x accumulation ({self.pieces})")
+            return
+        product = self.world_size * self.batch_size_per_gpu * self.accumulation
+        if self.global_batch not in (None, product):
+            said = f"({self.world_size} x {self.batch_size_per_gpu} x {self.accumulation} = {product})"
+            raise ValueError(
+                f"global_batch: {self.global_batch} is not world_size x batch_size_per_gpu x accumulation {said}; set one to null"
+            )
+
     def _check_lanes(self, lanes: int) -> None:
         least = self.world_size * self.accumulation
         if lanes < least:
             raise ValueError(f"lanes: {lanes} is fewer than world_size x accumulation; set lanes to at least {least}")
-        if self.global_batch % lanes:
-            raise ValueError(f"lanes: {lanes} does not divide the global batch ({self.global_batch}); set lanes or batch_size_per_gpu")
+        if self.images_per_step % lanes:
+            raise ValueError(f"lanes: {lanes} does not divide the global batch ({self.images_per_step}); set lanes or {self.batch_key}")
         own = self.lanes_per_rank
         if own is not None and (len(own) != self.world_size or sum(own) != lanes or min(own) < 1):
             raise ValueError(f"lanes_per_rank: {own} must be {self.world_size} numbers of at least 1 that add up to lanes ({lanes})")
@@ -154,10 +178,16 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     tracking: Tracking = Tracking()
 
+    @property
+    def peak_learning_rate(self) -> float:
+        """The learning rate after warm-up, scaled with the global batch if that is asked for."""
+        share = self.dist.images_per_step / self.train.base_batch
+        return self.train.learning_rate * {"none": 1.0, "linear": share, "sqrt": math.sqrt(share)}[self.train.scale_learning_rate]
+
     def identity(self, device_kind: str, precision: str, backend: str) -> dict[str, Any]:
         """All settings that can change the bits; under `ordered`, where and on how many ranks it runs is not among them."""
         always = {"lanes", "reduction", "strategy", "threads_per_rank"}
-        dist = {"global_batch": self.dist.global_batch} | self.dist.model_dump(include=always)
+        dist = {"global_batch": self.dist.images_per_step} | self.dist.model_dump(include=always)
         if self.dist.reduction != "ordered":
             placement = {"world_size", "nodes", "accumulation"} | ({"algorithm"} if self.dist.strategy == "allreduce" else set())
             dist |= self.dist.model_dump(include=placement) | {"backend": backend}
@@ -181,66 +211,7 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def load(path: Path) -> Config:
-    """Read and check a params file; ConfigError says which key is wrong and what to write."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        values, keys = yaml.safe_load(text), _keys(yaml.compose(text))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; run from the project's folder, or name the file with --params") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        # Without its snippets, which need lines of their own.
-        said = " ".join(line.strip() for line in str(error).splitlines() if not line.startswith("    "))
-        raise ConfigError(f"{path}: not YAML: " + said.replace('"<unicode string>", ', "").rstrip(":")) from None
-    if twice := {key for key in keys if keys.count(key) > 1}:
-        raise ConfigError(f"{path}: {min(twice)}: stands twice; remove one of them")
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected sections such as data: and train:, found {type(values).__name__}")
-    try:
-        return Config.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: " + "; ".join(_explain(one) for one in error.errors())) from None
-
-
-def _keys(root: Any) -> list[str]:
-    """The sections of a params file and their keys, each as often as it stands there: YAML would take the last."""
-    sections = root.value if isinstance(root, yaml.MappingNode) else []
-    inner = [(name, section.value) for name, section in sections if isinstance(section, yaml.MappingNode)]
-    return [name.value for name, _ in sections] + [f"{name.value}.{key.value}" for name, keys in inner for key, _ in keys]
-
-
 def unknown(key: str, name: str, valid: list[str]) -> ConfigError:
     """The error for a name that is in no catalogue, with the nearest valid ones."""
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     return ConfigError(f"{key}: {name!r} is unknown; " + (f"did you mean {near[0]}?" if near else f"known: {', '.join(valid)}"))
-
-
-def _explain(error: Any) -> str:
-    """One wrong key in one sentence: where, what stands there, what to write."""
-    location = [str(part) for part in error["loc"]]
-    key = ".".join(location)
-    value = error["input"]
-    if error["type"] == "extra_forbidden":
-        section: Any = Config
-        for part in location[:-1]:
-            section = section.model_fields[part].annotation
-        return str(unknown(key, location[-1], list(section.model_fields))).replace(f"{location[-1]!r} is unknown", "unknown key")
-    if error["type"] == "value_error":
-        return f"{key}.{error['ctx']['error']}"
-    if isinstance(value, str) and error["type"] in ("float_type", "int_type"):
-        return f"{key}: {value!r} is text, not a number{_as_number(value, error['type'])}"
-    said = error["msg"].replace("Input should be", "must be").replace("a valid dictionary or instance of", "a section like")
-    return f"{key}: {value!r} is wrong; it {said[0].lower() + said[1:]}"
-
-
-def _as_number(text: str, kind: str) -> str:
-    """How to write a number that YAML took for text, such as 1e-3."""
-    try:
-        number = float(text)
-    except ValueError:
-        return ""
-    if not math.isfinite(number):
-        return ""
-    return f"; write {int(number) if kind == 'int_type' or number.is_integer() else number}"

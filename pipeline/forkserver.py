@@ -20,10 +20,12 @@ import psutil
 
 from pipeline.process_tree import PR_SET_PDEATHSIG, adopt_orphans
 from pipeline.stop_signals import STOP_SIGNALS
+from pipeline.timeouts import FORK_SECONDS
 
 # A request is sent whole: the words, what of the environment differs, and two descriptors.
 REQUEST_BYTES = 1 << 17
-GPU_DEVICES = "/dev/nvidia"
+# A process that holds one of these cannot be forked: NVIDIA's driver, its boards', WSL's and AMD's.
+GPU_DEVICES = ("/dev/nvidia", "/dev/nvhost", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
 # `python -u -m MODULE`.
 RUN_MODULE = [sys.executable, "-u", "-m"]
 
@@ -32,8 +34,9 @@ class ForkServer:
     """Forks processes that run one module. Start it before the first thread: what a thread locks stays locked in its children."""
 
     def __init__(self, module: str):
-        self._module, self._environment = module, dict(os.environ)
+        self._module, self._environment, self._requests = module, dict(os.environ), 0
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.settimeout(FORK_SECONDS)
         adopt_orphans()
         self.pid = os.fork()
         if self.pid == 0:
@@ -46,13 +49,19 @@ class ForkServer:
         if words[:4] != [*RUN_MODULE, self._module]:
             return None
         difference = {name: value for name, value in environment.items() if self._environment.get(name) != value}
-        request = json.dumps([words, difference]).encode()
-        answer = b""
-        with contextlib.suppress(OSError):
-            # Too long, or the server has been killed.
+        self._requests += 1
+        request = json.dumps([self._requests, words, difference]).encode()
+        number, pid = 0, 0
+        try:
             socket.send_fds(self._channel, [request], [stdout, stderr])
-            answer = self._channel.recv(32)
-        return Forked(int(answer)) if answer else None
+            while number < self._requests:
+                number, pid = json.loads(self._channel.recv(64) or f"[{self._requests}, 0]")
+        except OSError:
+            # The request is too long, or the server is gone or stands still.
+            self._channel.close()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        return Forked(pid) if pid else None
 
 
 class Forked:
@@ -65,7 +74,11 @@ class Forked:
     def poll(self) -> int | None:
         """Return the exit code, or minus the signal that it was killed by; None while it runs."""
         if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                # Somebody else has waited for it; subprocess takes that for 0 too.
+                pid, status = self.pid, 0
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
@@ -82,7 +95,8 @@ class Forked:
 def _serve(channel: socket.socket, module: str) -> None:
     """Import, then fork on request; what is forked runs the module, and leaves with its exit code."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
+    # What is to stop ranks is not for this process; a rank gets what comes while it begins.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     # The parent's pipes and locks.
     os.closerange(3, channel.fileno())
     os.closerange(channel.fileno() + 1, 1 << 16)
@@ -95,15 +109,13 @@ def _serve(channel: socket.socket, module: str) -> None:
         request, descriptors, _, _ = socket.recv_fds(channel, REQUEST_BYTES, 2)
         if not request:
             os._exit(0)
-        pid = _fork() if _is_forkable() else None
-        if pid == 0:
+        number, words, environment = json.loads(request)
+        if _is_forkable() and _fork(channel, number):
             break
+        # Whoever has a pid for this number needs no other answer.
+        channel.send(json.dumps([number, 0]).encode())
         for one in descriptors:
             os.close(one)
-        channel.send(str(pid or "").encode())
-    words, environment = json.loads(request)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     for descriptor, one in enumerate(descriptors, 1):
         os.dup2(one, descriptor)
         os.close(one)
@@ -111,8 +123,9 @@ def _serve(channel: socket.socket, module: str) -> None:
     os.environ |= environment
     set_title([*words, f"(local rank {environment.get('LOCAL_RANK')})"])
     sys.argv = words[3:]
-    # As `-u` has it.
+    # Whole lines at once, nearly as under `-u`.
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     sys.exit()
 
@@ -123,8 +136,8 @@ def _is_forkable() -> bool:
     return psutil.Process().num_threads() == 1 and not any(name.startswith(GPU_DEVICES) for name in opened)
 
 
-def _fork() -> int | None:
-    """Fork a process that the parent adopts, as the nearest subreaper. Returns its pid, 0 in itself, None if it was killed at once."""
+def _fork(channel: socket.socket, number: int) -> bool:
+    """Fork a process that the parent adopts, as the nearest subreaper, and which answers with its pid; returns True in it."""
     reader, writer = os.pipe()
     between = os.fork()
     if between == 0:
@@ -132,24 +145,26 @@ def _fork() -> int | None:
         if os.fork():
             os._exit(0)
         os.setsid()
-        os.write(writer, str(os.getpid()).encode())
-        os.close(reader)
-        os.close(writer)
         while os.getppid() == between:
             time.sleep(0.001)
-        return 0
+        # Itself, or nobody would know of it if the server were killed now.
+        channel.send(json.dumps([number, os.getpid()]).encode())
+        os.close(reader)
+        os.close(writer)
+        return True
     os.close(writer)
-    pid = os.read(reader, 32)
+    # Until it has answered, or was killed.
+    os.read(reader, 1)
     os.close(reader)
-    os.waitpid(between, 0)
-    return int(pid) if pid else None
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(between, 0)
+    return False
 
 
 def set_title(words: list[str]) -> None:
     """Show these words as this process's command line, as far as there is room."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
-    room = end - start - 1
-    if room > 0:
-        # A last byte that is not NUL tells the kernel that this is a title.
-        ctypes.memmove(start, " ".join(words).encode()[: room - 1].ljust(room, b"\0") + b" ", room + 1)
+    if end > start:
+        title = b"\0".join(map(os.fsencode, words))
+        ctypes.memmove(start, title[: end - start - 1].ljust(end - start, b"\0"), end - start)

@@ -64,6 +64,10 @@ class Ranks:
         dist.all_reduce(total)
         return total
 
+    def maximum(self, values: Tensor) -> None:
+        """All-reduce to the largest value, in place."""
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+
     def start_logical_or(self, flag: bool) -> Callable[[], bool]:
         """Start an asynchronous logical OR over all ranks; the returned function waits for it and returns the answer."""
         answer = torch.tensor([flag], dtype=torch.uint8)

@@ -9,6 +9,9 @@ RETURN_SECONDS = 600
 # How long ranks may take, at least, to begin and to write the model, before they count as hung.
 START_SECONDS = 120
 
+# How long the agent waits for the fork server, which may be importing torch from a slow disk, before it executes a rank instead.
+FORK_SECONDS = 60
+
 
 def collective_seconds(timeout_seconds: int) -> int:
     """A collective's own timeout, for where the watchdog, which is earlier, is gone too."""

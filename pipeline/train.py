@@ -43,10 +43,10 @@ def run(config: Config, paths: Paths, resume: Path | None = None) -> int:
     placement = resolve(config, here)
     manifest = store.read_manifest(paths.prepared)
     store.check_made_for(paths.prepared, manifest, config)
-    steps_per_epoch = manifest.counts["train"] // config.dist.global_batch
+    steps_per_epoch = manifest.counts["train"] // config.dist.images_per_step
     if steps_per_epoch == 0:
-        counted = f"{manifest.counts['train']} training images do not fill a global batch of {config.dist.global_batch}"
-        raise ConfigError(f"dist.batch_size_per_gpu: {counted}; lower it")
+        counted = f"{manifest.counts['train']} training images do not fill a global batch of {config.dist.images_per_step}"
+        raise ConfigError(f"dist.{config.dist.batch_key}: {counted}; lower it")
     identity = run_identity(config, placement, manifest.digest)
     name = fingerprint(identity)
     job = Job(

@@ -18,7 +18,7 @@ ALL = [*MODULES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "bench
 # From the bottom up; rooms of one floor ignore each other.
 FLOORS = [
     {"config", "files", "output", "process_tree", "timeouts"},
-    {"job", "heartbeat", "stop_signals"},
+    {"params", "job", "heartbeat", "stop_signals"},
     {"ranks", "hardware", "forkserver"},
     {"data", "models", "parallel", "tracking"},
     {"runs", "console", "report"},

@@ -98,7 +98,8 @@ def describe(failure: Failure, config: Config) -> str:
     who = ("a rank" if failure.rank is None else f"rank {failure.rank}") + (f" on {failure.host}" if failure.host else "")
     when = f" in step {failure.step}" if failure.step >= 0 else " before its first step"
     if failure.out_of_memory:
-        size = f"lower dist.batch_size_per_gpu ({config.dist.batch_size_per_gpu}) or raise dist.accumulation ({config.dist.accumulation})"
+        dist = config.dist
+        size = f"lower dist.{dist.batch_key} ({getattr(dist, dist.batch_key)}) or raise dist.accumulation ({dist.accumulation})"
         return f"{who} ran out of memory{when}; {size} and dist.lanes ({config.dist.lanes}), or give it more memory"
     if failure.is_consequence:
         return f"{who} lost its connection to another rank{when}"

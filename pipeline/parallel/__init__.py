@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 from pipeline.config import unknown
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
+
     from pipeline.config import Dist
     from pipeline.parallel.lanes import Lanes, Task, Totals
     from pipeline.ranks import Ranks
@@ -21,7 +24,24 @@ CATALOGUE = {
 }
 
 
-class Strategy(Protocol):
+class Holding(Protocol):
+    """Which part of a model a rank holds."""
+
+    # What the optimizer updates on this rank, by name.
+    parameters: "dict[str, Parameter]"
+    # True if that is less than the whole.
+    sharded: bool
+
+    def part(self, name: str, whole: "Tensor") -> "Tensor":
+        """Return this rank's part of a parameter's values, or of values that belong to them."""
+        ...
+
+    def whole(self, name: str, part: "Tensor") -> "Tensor":
+        """Return the whole of them; every rank must call it."""
+        ...
+
+
+class Strategy(Holding, Protocol):
     """One way to turn a global batch into gradients."""
 
     def backward(self, step: int) -> "Totals": ...

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config import Dist
 from pipeline.parallel.lane_buffers import LaneBuffers
-from pipeline.parallel.lanes import Lanes, Task, Totals
+from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals
 from pipeline.parallel.ordered import LaneGradients
 from pipeline.ranks import Ranks
 
@@ -18,10 +18,11 @@ def build(task: Task, lanes: Lanes, ranks: Ranks, settings: Dist) -> "Ddp":
     return Ddp(task, lanes, ranks, settings.reduction == "ordered")
 
 
-class Ddp:
+class Ddp(Replicated):
     """One lane after another; only the last one's backward meets the other ranks."""
 
     def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, ordered: bool):
+        super().__init__(task.model)
         self._task, self._lanes, self._ranks = task, lanes, ranks
         # Buffers are not broadcast: every lane starts from the same ones, and their mean is taken below.
         self._ddp = DistributedDataParallel(task.model, forward_sync_buffers=False, gradient_as_bucket_view=True)

@@ -66,6 +66,23 @@ def fold(stack: list[TreeNode[T]], add: Callable[[T, T], T]) -> T:
     return total
 
 
+class Replicated:
+    """What strategies have in common that hold the whole model on every rank."""
+
+    sharded = False
+
+    def __init__(self, model: nn.Module):
+        self.parameters = dict(model.named_parameters())
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Nothing is shared out."""
+        return whole
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """Nothing is to be gathered."""
+        return part
+
+
 @dataclass(frozen=True)
 class Task:
     """What a strategy is to differentiate: a model, the lanes of a step, and the loss."""

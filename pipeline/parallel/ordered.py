@@ -65,15 +65,19 @@ class OrderedSum:
         work = dist.all_to_all_single(received, send, to_here, from_here, async_op=True)
         return _Sum(out, list(received.split(piece)), work)
 
-    def gather(self, under_way: _Sum) -> None:
-        """Finish the tree on the own slice and start to collect the slices of all ranks."""
+    def share(self, under_way: _Sum) -> Tensor:
+        """Finish the tree on the own slice."""
         under_way.wait()
         slices = iter(under_way.slices)
         tree: list[TreeNode[Tensor]] = []
         for nodes in self._nodes:
             for start, size in nodes:
                 push(tree, (start, size, next(slices)), add)
-        own = fold(tree, add)
+        return fold(tree, add)
+
+    def gather(self, under_way: _Sum) -> None:
+        """Finish the own slice and start to collect the slices of all ranks."""
+        own = self.share(under_way)
         if self._size == 1:
             under_way.whole = own
             return

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.parallel.lane_buffers import LaneBuffers
-from pipeline.parallel.lanes import Lanes, Task, Totals, TreeNode, push
+from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, TreeNode, push
 from pipeline.parallel.ordered import OrderedSum, add, flat
 from pipeline.ranks import Ranks
 
@@ -53,7 +53,7 @@ def flat_task(task: Task, lanes: Lanes) -> FlatTask:
     return flattened
 
 
-class Replicas:
+class Replicas(Replicated):
     """How a lane is differentiated, and how the sums of all ranks' lanes are brought together, is given."""
 
     def __init__(
@@ -64,6 +64,7 @@ class Replicas:
         lane: Callable[[int, int], tuple[Tensor, Tensor]],
         reduce: Reduce,
     ):
+        super().__init__(task.task.model)
         self._task, self._lanes, self._ranks = task, lanes, ranks
         self._lane, self._reduce = lane, reduce
         self._buffers = LaneBuffers(task.task.model, lanes, ranks)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +61,7 @@ class Journal:
     def __init__(self, path: Path):
         make_folder(path.parent)
         self._path = path
+        self._one_line = threading.Lock()
         self._known: dict[str, int] = {}
         for line in read(path):
             if line["kind"] == "metrics":
@@ -79,14 +81,17 @@ class Journal:
     def event(self, kind: str, **fields: Any) -> None:
         """Write a line of any other kind."""
         line = (json.dumps({"kind": kind, "at": round(time.time() * 1000)} | fields) + "\n").encode()
-        before = os.fstat(self._file).st_size
-        try:
-            written = os.write(self._file, line)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from None
+        # A thread that writes checkpoints may have a warning for the journal.
+        with self._one_line:
+            before = os.fstat(self._file).st_size
+            try:
+                written = os.write(self._file, line)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self._path)) from None
+            if written < len(line):
+                # The disk is full: half a line must not be in the way of the next one.
+                os.ftruncate(self._file, before)
         if written < len(line):
-            # The disk is full: half a line must not be in the way of the next one.
-            os.ftruncate(self._file, before)
             needed = f"{os.strerror(errno.ENOSPC)}: {len(line)} bytes are needed, {written} were free"
             raise OSError(errno.ENOSPC, needed, str(self._path))
 

@@ -12,16 +12,15 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from pipeline.files import atomic_write, write_checksummed_json
 from pipeline.ranks import Ranks
 from pipeline.runs.checkpoints import INDEX, count_metrics, journal_until, listed, none_left, read_index, usable
 from pipeline.tracking.journal import CHECKPOINT, last
-from pipeline.training.checkpoint_file import copied, facts_of, optimizer_tensors, packed, proven
+from pipeline.training.checkpoint_file import copied, facts_of, packed, proven
+from pipeline.training.state import MODEL, State
 
 log = logging.getLogger(__name__)
 
@@ -40,48 +39,47 @@ class Checkpoints:
         self._saved = -1
         # True if the restored checkpoint was saved when a stop had cut the validation of its step short.
         self.validation_due = False
+        # Step and accuracy of the best model of this start; the index knows of those before.
+        self._best = -1, -1.0
 
-    def restore(self, model: nn.Module, optimizer: Optimizer) -> int:
+    def restore(self, state: State) -> int:
         """Load the newest intact checkpoint and return its step; 0 if there is none yet."""
         content = self._ranks.broadcast_bytes(self._ranks.on_rank_zero(self._newest, b""))
         if not content:
             return 0
-        tensors, facts = load(content), facts_of(content)
+        facts = facts_of(content)
         step, self.validation_due = int(facts["step"]), "validation_due" in facts
-        model.load_state_dict({name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")})
-        parameters = dict(model.named_parameters())
-        places = {parameter: index for index, parameter in enumerate(one for group in optimizer.param_groups for one in group["params"])}
-        state: dict[int, dict[str, Tensor]] = {}
-        for name, value in tensors.items():
-            if name.startswith("optimizer."):
-                owner, _, key = name.removeprefix("optimizer.").rpartition(".")
-                state.setdefault(places[parameters[owner]], {})[key] = _laid_out_like(parameters[owner], value)
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        state.load(load(content))
         self._saved = step
         return step
 
-    def save(self, step: int, model: nn.Module, optimizer: Optimizer, validation_due: bool = False) -> bool:
-        """Begin to save, unless already saved, and prune to `keep`; returns True if it saves."""
+    def save(self, step: int, state: State, validation_due: bool = False) -> None:
+        """Begin to save, unless already saved, and prune to `keep`; every rank must call it."""
         if step == self._saved:
-            return False
+            return
         before, self._saved = self._saved, step
         due = {"validation_due": "true"} if validation_due else {}
         # A barrier too: a rank that raised in a check of its own does not come here, and then nothing of this step is saved.
         self._ranks.while_others_wait(self._wait_for_all_but_one)
-        self._ranks.on_rank_zero(lambda: self._save(step, before, model, optimizer, due), None)
-        return True
+        copies = self._copied(state.whole())
+        self._ranks.on_rank_zero(lambda: self._save(step, before, copies, due), None)
 
-    def save_best(self, model: nn.Module, step: int, accuracy: float) -> None:
+    def save_best(self, state: State, step: int, accuracy: float) -> None:
         """Begin to save the model if its validation accuracy is the highest; of equals, the first is kept."""
+        best_step, best = self._best
+        if step != best_step and accuracy <= best:
+            return
+        self._best = step, accuracy
         self._ranks.while_others_wait(self._wait_for_all_but_one)
-        self._ranks.on_rank_zero(lambda: self._save_best(model, step, accuracy), None)
+        copies = self._copied((name.removeprefix(MODEL), value) for name, value in state.whole(MODEL))
+        self._ranks.on_rank_zero(lambda: self._begin(lambda: self._write_best(copies(), step, accuracy)), None)
 
     def written(self) -> Iterator[int]:
         """Yield the steps that have been saved since the last call, for the journal; raises what a write raised."""
-        while self._pending and self._pending[0].done():
-            self._pending.popleft().result()
         while self._written:
             yield self._written.popleft()
+        while self._pending and self._pending[0].done():
+            self._pending.popleft().result()
 
     def finish(self) -> None:
         """Wait until all is written."""
@@ -98,22 +96,35 @@ class Checkpoints:
     def _begin(self, work: Callable[[], None]) -> None:
         if self._executor is None:
             work()
-        else:
-            self._pending.append(self._executor.submit(work))
+            return
+        before = self._pending[-1] if self._pending else None
 
-    def _save(self, step: int, before: int, model: nn.Module, optimizer: Optimizer, due: dict[str, str]) -> None:
-        tensors = {f"model.{name}": value for name, value in model.state_dict().items()} | optimizer_tensors(model, optimizer)
-        copies, until = copied(tensors), journal_until(self._journal)
+        def in_order() -> None:
+            # Nothing is written after a write that failed: a checkpoint would not know its best model.
+            if before is not None:
+                before.result()
+            work()
+
+        self._pending.append(self._executor.submit(in_order))
+
+    def _copied(self, tensors: Iterator[tuple[str, Tensor]]) -> Callable[[], dict[str, Tensor]]:
+        """Copy whole tensors on rank 0; the others take their part in gathering them."""
+        self._ranks.heartbeat.computing()
+        copies = self._ranks.on_rank_zero(lambda: copied(tensors), None)
+        if copies is None:
+            for _ in tensors:
+                pass
+            return dict
+        return copies
+
+    def _save(self, step: int, before: int, copies: Callable[[], dict[str, Tensor]], due: dict[str, str]) -> None:
+        until = journal_until(self._journal)
 
         def work() -> None:
             self._write(step, before, copies(), until, due)
             self._written.append(step)
 
         self._begin(work)
-
-    def _save_best(self, model: nn.Module, step: int, accuracy: float) -> None:
-        copies = copied(model.state_dict())
-        self._begin(lambda: self._write_best(copies(), step, accuracy))
 
     def _write(self, step: int, before: int, tensors: dict[str, Tensor], until: list[Any], due: dict[str, str]) -> None:
         index = self._index()
@@ -193,10 +204,3 @@ def _index_of(folder: Path, files: list[Path]) -> dict[str, Any]:
     for entry in entries["step"]:
         best = entry.pop("best") or best
     return {"checkpoints": entries["step"]} | ({"best": best} if best else {})
-
-
-def _laid_out_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """The same values in the parameter's memory order: fused optimizers walk both as flat memory."""
-    if value.shape != parameter.shape:
-        return value
-    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -2,14 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 
 def weights_sha256(tensors: dict[str, Tensor]) -> str:
@@ -22,25 +20,14 @@ def weights_sha256(tensors: dict[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's tensors by the names of their parameters: `optimizer.fc.weight.momentum_buffer`."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    states: dict[Tensor, dict[str, Any]] = optimizer.state
-    return {
-        f"optimizer.{names[parameter]}.{key}": value
-        for parameter, state in states.items()
-        for key, value in state.items()
-        if isinstance(value, Tensor)
-    }
-
-
-def copied(tensors: dict[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+def copied(tensors: Iterable[tuple[str, Tensor]]) -> Callable[[], dict[str, Tensor]]:
     """Start to copy tensors to the host's memory; the returned function waits for the copies and returns them."""
-    copies = {
-        name: torch.empty_like(value, device="cpu", pin_memory=value.is_cuda).copy_(value.detach(), non_blocking=True)
-        for name, value in tensors.items()
-    }
-    done = torch.cuda.Event() if any(value.is_cuda for value in tensors.values()) else None
+    copies: dict[str, Tensor] = {}
+    on_gpu = False
+    for name, value in tensors:
+        on_gpu |= value.is_cuda
+        copies[name] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda).copy_(value.detach(), non_blocking=True)
+    done = torch.cuda.Event() if on_gpu else None
     if done is not None:
         done.record()
 

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor, nn
 
+from pipeline import models
 from pipeline.config import MachineError
 from pipeline.data import store
 from pipeline.files import atomic_write
@@ -36,16 +37,18 @@ class Classifier(nn.Module):
         return logits
 
 
-def export(job: Job, model: nn.Module) -> None:
-    """Write `model.safetensors` and `model.pt2` into the run's folder; the model is given its best weights."""
+def export(job: Job) -> None:
+    """Write the model with its best weights into the run's folder: `model.safetensors` and `model.pt2`."""
     best = read_or_rebuild_index(job.checkpoints).get("best")
     content = intact(job.checkpoints, best, log.warning) if best else None
     if content is None:
         name = best["file"] if best else "best-*.safetensors"
         raise MachineError(f"{job.checkpoints / name}: is damaged and there is no other; move {job.run} away to train again")
-    # In plain memory order: a tensor in another one is stored as a slice of itself.
-    model.to(device="cpu", memory_format=torch.contiguous_format).load_state_dict(load(content))  # pyright: ignore[reportCallIssue]
     manifest = store.read_manifest(job.prepared)
+    channels, side, _ = manifest.shape
+    # In plain memory order: a tensor in another one is stored as a slice of itself.
+    model = models.build(job.config.model.name, channels, side, manifest.num_classes)
+    model.load_state_dict(load(content))
     classifier = Classifier(model, manifest).eval()
     example = torch.zeros((EXAMPLE_IMAGES, *manifest.shape), dtype=torch.uint8)
     # "AUTO": the number of images is free where the model allows it.

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
+from torch.nn import Parameter
 
 from pipeline.config import MachineError
 from pipeline.files import atomic_write
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.ranks import Ranks
-from pipeline.training.checkpoint_file import optimizer_tensors
+from pipeline.training.state import MODEL, State
 
 CURE = "lower train.learning_rate or raise train.warmup_epochs"
 
@@ -32,15 +32,17 @@ class NonFiniteGuard:
     something is logged, validated or saved.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, explain: Callable[[int], str]):
-        self._model, self._optimizer, self._explain = model, optimizer, explain
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        device = self._parameters[0].device
+    def __init__(self, state: State, ranks: Ranks, explain: Callable[[int], str]):
+        self._state, self._ranks, self._explain = state, ranks, explain
+        parameters: list[Parameter] = [one for group in state.optimizer.param_groups for one in group["params"]]
+        # A rank may have no part of a small one.
+        self._parameters = [one for one in parameters if one.requires_grad and one.numel()]
+        device = parameters[0].device
         self._bad = torch.zeros((), device=device)
         self._good_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._first = 0
         # Fused optimizers read this attribute; GradScaler sets it in the same way.
-        optimizer.found_inf = self._bad  # pyright: ignore[reportAttributeAccessIssue]
+        state.optimizer.found_inf = self._bad  # pyright: ignore[reportAttributeAccessIssue]
 
     def start(self, step: int) -> None:
         """Count steps from this one."""
@@ -52,6 +54,8 @@ class NonFiniteGuard:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         largest = torch.stack(torch._foreach_norm(gradients, math.inf))  # pyright: ignore
         self._bad.copy_(torch.maximum(self._bad, (~largest.isfinite()).any().float()))
+        if self._state.sharded:
+            self._ranks.maximum(self._bad)
         self._good_steps += self._bad == 0
 
     def raise_if_diverged(self) -> None:
@@ -62,16 +66,16 @@ class NonFiniteGuard:
             found = f"the gradient of step {step} is not finite, and no weight was updated since"
             raise Diverged(f"training diverged: {found}; {self._explain(step)}; {CURE}")
 
-    def checked_model(self, step: int) -> nn.Module:
-        """Return the model, or raise Diverged, on every rank, if a weight or an optimizer state is non-finite."""
+    def check(self, step: int) -> None:
+        """Raise Diverged, on every rank, if a weight or an optimizer state is non-finite."""
         self.raise_if_diverged()
-        kept = self._model.state_dict() | optimizer_tensors(self._model, self._optimizer)
-        kept = {name: tensor for name, tensor in kept.items() if tensor.is_floating_point() and tensor.numel()}
+        kept = {name.removeprefix(MODEL): part for name, _, part in self._state.parts() if part.is_floating_point() and part.numel()}
         # One look at the device, however many there are.
         good = torch.stack(torch._foreach_norm(list(kept.values()), math.inf)).isfinite().tolist()  # pyright: ignore
-        if not all(good):
-            raise Diverged(f"training diverged: {list(kept)[good.index(False)]} holds NaN or infinity after step {step}; {CURE}")
-        return self._model
+        bad = [name for name, one in zip(kept, good, strict=True) if not one]
+        if bad or (self._state.sharded and self._ranks.start_logical_or(bool(bad))()):
+            where = bad[0] if bad else "another rank"
+            raise Diverged(f"training diverged: {where} holds NaN or infinity after step {step}; {CURE}")
 
 
 def check_kernels(memory_stats: Mapping[str, Any]) -> None:

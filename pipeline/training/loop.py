@@ -5,15 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import nn
-from torch.optim import Optimizer
-
 from pipeline.parallel import Strategy
 from pipeline.tracking.journal import CHECKPOINT, Writer
 from pipeline.training.checkpoint import Checkpoints
+from pipeline.training.clipping import Clipping
 from pipeline.training.evaluation import Result
-from pipeline.training.guard import NonFiniteGuard, finite
+from pipeline.training.guard import Diverged, NonFiniteGuard, finite
 from pipeline.training.schedule import Schedule
+from pipeline.training.state import State
 
 
 class Stopping(Protocol):
@@ -38,65 +37,88 @@ class Parts:
     """What the loop is made of."""
 
     strategy: Strategy
-    optimizer: Optimizer
+    state: State
     guard: NonFiniteGuard
+    clipping: Clipping
     schedule: Schedule
     checkpoints: Checkpoints
     journal: Writer
     stop: Stopping
     # None if the ranks were asked to stop.
-    validate: Callable[[nn.Module], Result | None]
+    validate: Callable[[], Result | None]
 
 
-def run(model: nn.Module, steps: Steps, parts: Parts) -> tuple[int, bool]:
+def run(steps: Steps, parts: Parts) -> tuple[int, bool]:
     """Train from the newest checkpoint to the last step, or until asked to stop; returns the step reached, and True if all is done."""
-    step = parts.checkpoints.restore(model, parts.optimizer)
+    try:
+        return _run(steps, parts)
+    except Diverged:
+        # All ranks come here, and end each other by leaving.
+        finish_checkpoints(parts)
+        raise
+
+
+def _run(steps: Steps, parts: Parts) -> tuple[int, bool]:
+    step = parts.checkpoints.restore(parts.state)
     parts.guard.start(step)
     speed = Speed(steps.global_batch, step)
-    going_on = not parts.checkpoints.validation_due or validated(model, step, parts)
+    going_on = not parts.checkpoints.validation_due or validated(step, parts)
     while going_on and step < steps.total and not parts.stop.agreed():
-        parts.schedule.apply(parts.optimizer, step)
+        parts.schedule.apply(parts.state.optimizer, step)
         totals = parts.strategy.backward(step)
         parts.guard.observe()
-        parts.optimizer.step()
+        parts.clipping()
+        parts.state.optimizer.step()
+        parts.state.average.update()
         step += 1
         if step % steps.per_log == 0 or step % steps.per_epoch == 0:
             parts.guard.raise_if_diverged()
             means = finite(totals.over_ranks(), step)
             rate = {"train/learning_rate": parts.schedule.rate(step - 1), "train/samples": float(step * steps.global_batch)}
-            parts.journal.metrics(means | rate | speed.since_last(step), step)
+            norm = finite(parts.clipping.figures(), step)
+            parts.journal.metrics(means | norm | rate | speed.since_last(step), step)
         if step % steps.per_epoch == 0:
-            going_on = validated(model, step, parts)
+            going_on = validated(step, parts)
             speed.restart(step)
         if going_on and step % steps.per_checkpoint == 0:
             save_checkpoint(parts, step)
         announce_checkpoints(parts)
     save_checkpoint(parts, step, validation_due=not going_on)
-    parts.checkpoints.finish()
-    announce_checkpoints(parts)
+    finish_checkpoints(parts)
     return step, going_on and step == steps.total
 
 
-def validated(model: nn.Module, step: int, parts: Parts) -> bool:
+def validated(step: int, parts: Parts) -> bool:
     """Validate, and keep the model if it is the best; returns False if all ranks were asked to stop meanwhile."""
-    result = parts.validate(parts.guard.checked_model(step))
-    if result is None:
-        return False
-    parts.journal.metrics(finite({"validation/loss": result.loss, "validation/accuracy": result.accuracy}, step), step)
-    parts.checkpoints.save_best(model, step, result.accuracy)
+    parts.guard.check(step)
+    with parts.state.average.in_place():
+        result = parts.validate()
+        if result is None:
+            return False
+        parts.journal.metrics(finite({"validation/loss": result.loss, "validation/accuracy": result.accuracy}, step), step)
+        parts.checkpoints.save_best(parts.state, step, result.accuracy)
     return True
 
 
 def save_checkpoint(parts: Parts, step: int, validation_due: bool = False) -> None:
     """Begin to save: what the journal holds is on the disk before."""
     parts.journal.sync()
-    parts.checkpoints.save(step, parts.guard.checked_model(step), parts.optimizer, validation_due)
+    parts.guard.check(step)
+    parts.checkpoints.save(step, parts.state, validation_due)
 
 
 def announce_checkpoints(parts: Parts) -> None:
     """Journal what has been written: in this order, as a kill between the two must not announce a missing file."""
     for step in parts.checkpoints.written():
         parts.journal.event(CHECKPOINT, step=step)
+
+
+def finish_checkpoints(parts: Parts) -> None:
+    """Wait until all is written and journaled."""
+    try:
+        parts.checkpoints.finish()
+    finally:
+        announce_checkpoints(parts)
 
 
 class Speed:

@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
-from pipeline.config import Train
+from pipeline.config import Config, Train
 
 
 def optimizer(train: Train, parameters: list[Parameter]) -> Optimizer:
@@ -40,6 +40,12 @@ class Schedule:
         """Set the rate of a step."""
         for group in optimizer.param_groups:
             group["lr"] = self.rate(step)
+
+
+def build(config: Config, steps_per_epoch: int) -> Schedule:
+    """Return the schedule of params.yaml."""
+    train = config.train
+    return Schedule(train.schedule, config.peak_learning_rate, train.warmup_epochs * steps_per_epoch, train.epochs * steps_per_epoch)
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:

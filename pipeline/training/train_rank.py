@@ -35,9 +35,11 @@ from pipeline.tracking.journal import Journal, Silent, Writer
 from pipeline.training import loop, schedule
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.checkpoint_file import weights_sha256
+from pipeline.training.clipping import Clipping
 from pipeline.training.evaluation import Evaluation
 from pipeline.training.export import export
 from pipeline.training.guard import Diverged, NonFiniteGuard, write_diagnosis
+from pipeline.training.state import State
 from pipeline.training.stopping import Stop
 
 # DDP and every optimizer import it at their first use.
@@ -49,16 +51,16 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.E
 
 def main(job: Job) -> None:
     """Train, and write what the launcher publishes."""
-    # A checkpoint that is being written is finished, also where the training fails.
+    # An error of this rank lets a checkpoint be finished, as long as its peers live.
     with joined(job) as group, group.on_rank_zero(lambda: locked(job.writing), contextlib.nullcontext()), ThreadPoolExecutor(1) as executor:
         journal = group.on_rank_zero(lambda: Journal(job.journal), Silent())
         logging.getLogger("pipeline").addHandler(Notes(journal))
-        model, step, finished = train(job, group, journal, executor)
+        state, step, finished = train(job, group, journal, executor)
         if not finished:
             journal.event("stopped", step=step)
             return
-        digest = weights_sha256(model.state_dict())
-        group.while_others_wait(lambda: export(job, model), FINISHING)
+        digest = weights_sha256(state.weights())
+        group.while_others_wait(lambda: export(job), FINISHING)
         journal.event("finished", step=step, weights_sha256=digest)
 
 
@@ -114,14 +116,14 @@ def build_model(job: Job, manifest: store.Manifest, device: torch.device) -> nn.
     return model.to(device=device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue, reportUnknownVariableType]
 
 
-def train(job: Job, group: Ranks, journal: Writer, executor: Executor | None = None) -> tuple[nn.Module, int, bool]:
-    """All of a training on one rank; returns the model, the step reached, and True if all is done."""
+def train(job: Job, group: Ranks, journal: Writer, executor: Executor | None = None) -> tuple[State, int, bool]:
+    """All of a training on one rank; returns the state, the step reached, and True if all is done."""
     config = job.config
     manifest = store.read_manifest(job.prepared)
     pixels = Pixels(manifest.mean, manifest.std, group.device)
     model = build_model(job, manifest, group.device).train()
     check_backward(model, config.model.name, group.device)
-    lanes = Lanes(config.dist.pieces_per_rank, group.rank, config.dist.global_batch)
+    lanes = Lanes(config.dist.pieces_per_rank, group.rank, config.dist.images_per_step)
     order = Order(config.seed, manifest.counts["train"], lanes.global_batch, lanes.count)
     split, validation, hold = open_splits(job, group.device)
     dtype = schedule.autocast_dtype(job.precision)
@@ -132,28 +134,28 @@ def train(job: Job, group: Ranks, journal: Writer, executor: Executor | None = N
         config.train.label_smoothing,
         lambda: torch.autocast(group.device.type, dtype, enabled=dtype is not None),
     )
-    optimizer = schedule.optimizer(config.train, list(model.parameters()))
-    steps = plan(job, order)
+    strategy = parallel.build(task, lanes, group, config.dist)
+    state = State(model, schedule.optimizer(config.train, list(strategy.parameters.values())), strategy, config.train.ema_decay)
     evaluation = Evaluation(validation, pixels, manifest.num_classes, group, hold)
-    stop = Stop(group, alarm_seconds(config.dist.grace_seconds))
+    stop, steps = Stop(group, alarm_seconds(config.dist.grace_seconds)), plan(job, order)
 
     def explain(step: int) -> str:
         return write_diagnosis(job.run / "diverged.json", task, lanes, group, order.lane, step)
 
-    warmup_steps = config.train.warmup_epochs * steps.per_epoch
     parts = loop.Parts(
-        strategy=parallel.build(task, lanes, group, config.dist),
-        optimizer=optimizer,
-        guard=NonFiniteGuard(model, optimizer, explain),
-        schedule=schedule.Schedule(config.train.schedule, config.train.learning_rate, warmup_steps, steps.total),
+        strategy=strategy,
+        state=state,
+        guard=NonFiniteGuard(state, group, explain),
+        clipping=Clipping(state, group, config.train.clip_norm),
+        schedule=schedule.build(config, steps.per_epoch),
         checkpoints=Checkpoints(job.checkpoints, config.checkpoint.keep, group, job.journal, executor),
         journal=journal,
         stop=stop,
-        validate=lambda model: evaluation(model, dtype, stop.agreed),
+        validate=lambda: evaluation(model, dtype, stop.agreed),
     )
-    step, finished = loop.run(model, steps, parts)
+    step, finished = loop.run(steps, parts)
     stop.close()
-    return model, step, finished
+    return state, step, finished
 
 
 def open_splits(job: Job, device: torch.device) -> tuple[Split, Split, bool]:
@@ -180,7 +182,7 @@ def plan(job: Job, order: Order) -> loop.Steps:
     """Return at which steps to log, validate and save."""
     per_epoch, config = order.steps_per_epoch, job.config
     per_log = min(50, max(1, per_epoch // 20))
-    return loop.Steps(per_epoch * config.train.epochs, per_epoch, per_log, config.checkpoint.every_steps, config.dist.global_batch)
+    return loop.Steps(per_epoch * config.train.epochs, per_epoch, per_log, config.checkpoint.every_steps, config.dist.images_per_step)
 
 
 def run_as_rank(main: Callable[[Job], None]) -> None:

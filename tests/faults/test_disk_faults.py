@@ -167,18 +167,19 @@ import torch
 from tests.unit.training.test_checkpoint import SingleNode, descend, parts
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.checkpoint_file import weights_sha256
+from pipeline.training.state import State
 
 def save(folder, told):
     torch.set_num_threads(1)
     model, optimizer = parts()
     checkpoints = Checkpoints(folder, 2, SingleNode(), executor=ThreadPoolExecutor(1))
-    begin = checkpoints.restore(model, optimizer)
+    begin = checkpoints.restore(State(model, optimizer))
     digests = {begin: weights_sha256(model.state_dict())}
     for step in range(begin + 1, 5):
         descend(model, optimizer, range(step - 1, step))
         digests[step] = weights_sha256(model.state_dict())
-        checkpoints.save_best(model, step, step / 10)
-        checkpoints.save(step, model, optimizer)
+        checkpoints.save_best(State(model, optimizer), step, step / 10)
+        checkpoints.save(step, State(model, optimizer))
     checkpoints.finish()
     told.write_text(json.dumps([begin, digests]))
 

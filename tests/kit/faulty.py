@@ -117,7 +117,7 @@ def as_rank() -> None:
     kind, number, step = os.environ["FAULT"].split(":")
     if kind == "full":
         export = train_rank.export
-        train_rank.export = lambda job, model: (fill(job.run), export(job, model))
+        train_rank.export = lambda job: (fill(job.run), export(job))
     elif kind == "disk":
         train_rank.Checkpoints = SlowDisk
     elif kind == "validation":

@@ -19,9 +19,11 @@ from pipeline.tracking.journal import Journal
 from pipeline.training import loop
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.checkpoint_file import weights_sha256
+from pipeline.training.clipping import Clipping
 from pipeline.training.evaluation import Result
 from pipeline.training.guard import NonFiniteGuard
 from pipeline.training.schedule import Schedule
+from pipeline.training.state import State
 
 
 @dataclass(frozen=True)
@@ -126,17 +128,16 @@ class Told(Checkpoints):
         self.states: dict[int, str] = {}
         self.restored = -1
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        self.restored = super().restore(model, optimizer)
-        self.states[self.restored] = state_of(model, optimizer)
+    def restore(self, state: State) -> int:
+        self.restored = super().restore(state)
+        self.states[self.restored] = state_of(state.model, state.optimizer)
         self._watch.restored(self.restored, self.states[self.restored])
         return self.restored
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, validation_due: bool = False) -> bool:
-        told = super().save(step, model, optimizer, validation_due)
-        self.states[step] = state_of(model, optimizer)
+    def save(self, step: int, state: State, validation_due: bool = False) -> None:
+        super().save(step, state, validation_due)
+        self.states[step] = state_of(state.model, state.optimizer)
         self._watch.saved(step)
-        return told
 
 
 def train(run: Path, keep: int = 2, steps: int | None = None, watch: Watch | None = None, plan: Plan = PLAN, ranks: Any = None) -> Told:
@@ -159,20 +160,20 @@ def train(run: Path, keep: int = 2, steps: int | None = None, watch: Watch | Non
 
 def _as_rank(run: Path, found: Told, steps: int | None, plan: Plan) -> None:
     model, optimizer = parts()
-    gradients = Gradients(model)
+    gradients, state = Gradients(model), State(model, optimizer)
     with closing(Journal(run / "journal.jsonl")) as journal:
         step, done = loop.run(
-            model,
             plan.steps,
             loop.Parts(
                 strategy=gradients,
-                optimizer=optimizer,
-                guard=NonFiniteGuard(model, optimizer, lambda step: ""),
+                state=state,
+                guard=NonFiniteGuard(state, found._ranks, lambda step: ""),
+                clipping=Clipping(state, found._ranks, None),
                 schedule=Schedule("cosine", 0.1, 1, plan.steps.total),
                 checkpoints=found,
                 journal=journal,
                 stop=Stop(steps),
-                validate=lambda model: Result(0.5, plan.correct[gradients.done], 10, 10, torch.zeros(2, 2)),
+                validate=lambda: Result(0.5, plan.correct[gradients.done], 10, 10, torch.zeros(2, 2)),
             ),
         )
         if done:

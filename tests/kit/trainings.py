@@ -30,8 +30,8 @@ def ranks_of(process: "subprocess.Popen[Any]", module: str = "train_rank") -> li
         with contextlib.suppress(psutil.Error, ValueError):
             words = one.cmdline()
             if (f"pipeline.training.{module}" in words or "tests.kit.faulty" in words) and "pipeline.launch.agent" not in words:
-                # "(local rank 1)"
-                found[int(words[-1].rstrip(")"))] = one
+                # The last word is "(local rank 1)", and empty ones follow.
+                found[int([word for word in words if word][-1].rpartition(" ")[2].rstrip(")"))] = one
     return [found[rank] for rank in sorted(found)]
 
 

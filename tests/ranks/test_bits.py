@@ -96,8 +96,8 @@ def trained(group: Any, job: Job, stop_after: int | None) -> tuple[str, int]:
     journal = group.on_rank_zero(lambda: Journal(job.journal), Silent())
     if stop_after is not None and group.rank == group.size - 1:
         journal = StoppingAt(journal, stop_after)
-    model, step, _ = train_rank.train(job, group, journal)
-    return weights_sha256(model.state_dict()), step
+    state, step, _ = train_rank.train(job, group, journal)
+    return weights_sha256(state.weights()), step
 
 
 @pytest.mark.slow

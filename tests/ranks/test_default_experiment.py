@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from pipeline import prepare
-from pipeline.config import Config, load
+from pipeline.config import Config
 from pipeline.files import Paths
 from pipeline.hardware import machine
 from pipeline.hardware.placement import resolve
 from pipeline.job import Job
+from pipeline.params import load
 from pipeline.ranks import Ranks
 from pipeline.tracking.journal import Journal, Silent, read
 from pipeline.training import train_rank
@@ -20,16 +21,16 @@ from tests.kit.experiment import ROOT
 def on(size: int) -> Config:
     """One epoch of params.yaml on so many ranks."""
     shipped = load(ROOT / "params.yaml")
-    placement = {"world_size": size, "batch_size_per_gpu": shipped.dist.global_batch // size}
+    placement = {"world_size": size, "batch_size_per_gpu": shipped.dist.images_per_step // size}
     changes = {"train": shipped.train.model_copy(update={"epochs": 1}), "dist": shipped.dist.model_copy(update=placement)}
     return Config.model_validate(shipped.model_copy(update=changes).model_dump())
 
 
 def trained(group: Ranks, job: Job) -> str:
     train_rank.fix_bits(job.config.dist.threads_per_rank)
-    model, step, finished = train_rank.train(job, group, group.on_rank_zero(lambda: Journal(job.journal), Silent()))
+    state, step, finished = train_rank.train(job, group, group.on_rank_zero(lambda: Journal(job.journal), Silent()))
     assert (step, finished) == (210, True)
-    return weights_sha256(model.state_dict())
+    return weights_sha256(state.weights())
 
 
 @pytest.mark.slow

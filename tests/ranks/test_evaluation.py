@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline import models
-from pipeline.config import Config, load
+from pipeline.config import Config
 from pipeline.data import store
 from pipeline.data.batches import Pixels, chunks
 from pipeline.hardware import machine
+from pipeline.params import load
 from tests.kit.experiment import ROOT, Experiment
 
 SHAPE = {"data": {"name": "synthetic:1018", "image_size": 12}, "model__name": "resnet18", "train__epochs": 1}

@@ -38,8 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 def train(group: Ranks, job: Job) -> str:
     train_rank.fix_bits(job.config.dist.threads_per_rank)
-    model, _, _ = train_rank.train(job, group, group.on_rank_zero(lambda: Journal(job.journal), Silent()))
-    return weights_sha256(model.state_dict())
+    state, _, _ = train_rank.train(job, group, group.on_rank_zero(lambda: Journal(job.journal), Silent()))
+    return weights_sha256(state.weights())
 
 
 @pytest.fixture(scope="module")

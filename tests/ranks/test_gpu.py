@@ -19,7 +19,7 @@ from pipeline.models.torchvision_names import NAMES
 from pipeline.ranks import Ranks
 from pipeline.tracking.journal import Journal, Silent
 from pipeline.training import export, loop, train_rank
-from pipeline.training.checkpoint_file import weights_sha256
+from pipeline.training.checkpoint_file import copied, weights_sha256
 from pipeline.training.guard import NonFiniteGuard
 from tests.kit.devices import GPU, NCCL, gpu
 from tests.kit.experiment import make_job
@@ -97,10 +97,10 @@ def test_every_model_has_a_deterministic_backward(run_ranks) -> None:
 def exported(group: Ranks, job: Job) -> list[list[float]]:
     """Train, publish the model, and say what it answers on this device to the first images."""
     train_rank.fix_bits(job.config.dist.threads_per_rank)
-    model, _, _ = train_rank.train(job, group, Journal(job.journal))
-    export.export(job, model)
+    state, _, _ = train_rank.train(job, group, Journal(job.journal))
+    export.export(job)
     manifest = store.read_manifest(job.prepared)
-    whole = export.Classifier(model, manifest).to(group.device).eval()
+    whole = export.Classifier(state.model, manifest).to(group.device).eval()
     with torch.no_grad():
         answers = whole(torch.from_numpy(store.open_split(job.prepared, "validation").images[:8]).to(group.device))
     return answers.cpu().tolist()
@@ -184,3 +184,13 @@ def test_digests_of_this_kind_of_gpu(tmp_path: Path, run_ranks, record_property)
     (found,) = run_ranks(1, *((trained, (job_on_gpu(tmp_path, case, "golden"), None)) for case in cases), device=GPU)
     assert [step for _, step in found] == [steps_of(case) for case in cases]
     record_property("digests", {case: digest for case, (digest, _) in zip(cases, found, strict=True)})
+
+
+@gpu("S5: a checkpoint has what was there when it was copied, though the training has gone on")
+def test_a_copy_for_a_checkpoint_waits_for_what_is_computed_and_for_nothing_later() -> None:
+    value = torch.zeros(1 << 22, device=GPU)
+    torch.cuda._sleep(1 << 28)
+    value.fill_(1)
+    copies = copied([("value", value)])
+    value.fill_(2)
+    assert torch.all(copies()["value"] == 1)

@@ -79,9 +79,9 @@ def plain(_: Any, job: Job) -> str:
 
 def ours(group: Any, job: Job) -> str:
     train_rank.fix_bits(job.config.dist.threads_per_rank)
-    model, _, finished = train_rank.train(job, group, Journal(job.journal))
+    state, _, finished = train_rank.train(job, group, Journal(job.journal))
     assert finished
-    return weights_sha256(model.state_dict())
+    return weights_sha256(state.weights())
 
 
 def test_native_on_one_rank_is_a_plain_loop_bit_for_bit(tmp_path: Path, run_ranks) -> None:

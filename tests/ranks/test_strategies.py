@@ -3,7 +3,7 @@
 import functools
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -46,8 +46,11 @@ def autocast(bf16: bool, device: torch.device):
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     gradients = {f"{name}.grad": parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-    floating = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-    return {name: value.cpu() for name, value in (gradients | floating).items()}
+    return {name: value.cpu() for name, value in (gradients | floating(model)).items()}
+
+
+def floating(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
 
 
 def with_strategy(
@@ -63,8 +66,10 @@ def with_strategy(
     totals = []
     for step in range(steps):
         totals.append(built.backward(step).over_ranks())
-        descend(model)
-    found = tensors(model)
+        descend(built.parameters.values())
+    gradients = {f"{name}.grad": built.whole(name, one.grad) for name, one in built.parameters.items() if one.grad is not None}
+    # Without the storage that a gradient may be a view of.
+    found = {name: value.cpu().clone() for name, value in (gradients | floating(model)).items()}
     return weights_sha256(found), found, totals
 
 
@@ -110,7 +115,7 @@ def one_process(
                 if buffer.is_floating_point():
                     buffer.copy_(add([result[name] for result in results]) / count)
         totals.append({"train/loss": torch.stack(losses).sum().item() / BATCH, "train/accuracy": right / BATCH})
-        descend(model)
+        descend(model.parameters())
     found = tensors(model)
     return weights_sha256(found), found, totals
 
@@ -136,9 +141,9 @@ def lanes_by_hand(model: nn.Module, step: int, count: int, bf16: bool, seed: int
     return results, losses, right
 
 
-def descend(model: nn.Module) -> None:
+def descend(parameters: Iterable[nn.Parameter]) -> None:
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in parameters:
             parameter -= 0.05 * parameter.grad
 
 

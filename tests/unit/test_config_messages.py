@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config import Config, ConfigError, load, unknown
+from pipeline.config import Config, ConfigError, unknown
+from pipeline.params import load
 
 
 def written(tmp_path: Path, values: Any) -> Path:

@@ -35,6 +35,9 @@ BOUNDS = {
     "data.image_size": ([None, 4, 4096], [3, 4097]),
     "train.epochs": ([1], [0]),
     "train.learning_rate": ([0.001, 100.0], [0.0]),
+    "train.base_batch": ([1], [0]),
+    "train.ema_decay": ([None, 0.001, 0.999], [0.0, 1.0]),
+    "train.clip_norm": ([None, 0.001], [0.0, -1.0]),
     "train.momentum": ([0.0, 0.999], [-0.001, 1.0]),
     "train.weight_decay": ([0.0, 2.0], [-0.001]),
     "train.warmup_epochs": ([0, 10], [-1]),
@@ -42,6 +45,7 @@ BOUNDS = {
     "dist.world_size": ([1], [0, -1]),
     "dist.nodes": ([1, 2], [0, -1]),
     "dist.batch_size_per_gpu": ([1], [0, -1]),
+    "dist.global_batch": ([None, 256], [0, -1]),
     "dist.accumulation": ([1], [0, -1]),
     "dist.lanes": ([1], [0, -1]),
     "dist.threads_per_rank": ([1], [0]),
@@ -55,6 +59,7 @@ BOUNDS = {
 CHOICES = {
     "data.augment": ["none", "crop-flip"],
     "train.schedule": ["constant", "cosine"],
+    "train.scale_learning_rate": ["none", "linear", "sqrt"],
     "train.precision": ["auto", "fp32", "bf16"],
     "dist.backend": ["auto", "nccl", "gloo"],
     "dist.lanes_per_rank": [None, [1, 3], [3, 1]],
@@ -128,11 +133,11 @@ def test_every_kind_of_error_has_its_exit_code() -> None:
 
 def test_a_global_batch_is_cut_into_lanes_or_into_every_ranks_micro_batches() -> None:
     ordered = Dist(world_size=3, batch_size_per_gpu=8, accumulation=2, lanes=8)
-    assert (ordered.global_batch, ordered.pieces, ordered.pieces_per_rank) == (48, 8, [3, 3, 2])
+    assert (ordered.images_per_step, ordered.pieces, ordered.pieces_per_rank) == (48, 8, [3, 3, 2])
     given = Dist(world_size=3, batch_size_per_gpu=8, accumulation=2, lanes=8, lanes_per_rank=[1, 5, 2])
     assert given.pieces_per_rank == [1, 5, 2]
     native = Dist(world_size=3, batch_size_per_gpu=8, accumulation=2, reduction="native", lanes=None)
-    assert (native.global_batch, native.pieces, native.pieces_per_rank) == (48, 6, [2, 2, 2])
+    assert (native.images_per_step, native.pieces, native.pieces_per_rank) == (48, 6, [2, 2, 2])
     assert Dist(world_size=2, accumulation=3, lanes=6).pieces == 6
 
 
@@ -175,3 +180,34 @@ def test_a_seed_is_a_function_of_seed_and_key_that_never_changes() -> None:
 def test_a_digest_is_that_of_the_sorted_json() -> None:
     assert digest({"b": 1, "a": [None, 0.5]}) == hashlib.sha256(b'{"a": [null, 0.5], "b": 1}').hexdigest()
     assert digest({"b": 1, "a": 2}) == digest(json.loads('{"a": 2, "b": 1}'))
+
+
+def test_a_global_batch_is_said_as_such_or_for_every_rank() -> None:
+    said = Dist(world_size=3, batch_size_per_gpu=None, global_batch=256)
+    assert (said.images_per_step, said.pieces_per_rank, said.batch_key) == (256, [2, 1, 1], "global_batch")
+    both = Dist(world_size=4, batch_size_per_gpu=64, global_batch=256)
+    assert (both.images_per_step, both.batch_key) == (256, "batch_size_per_gpu")
+    for values, why in (
+        ({"world_size": 3, "global_batch": 256}, r"256 is not world_size x batch_size_per_gpu x accumulation \(3 x 128 x 1 = 384\)"),
+        ({"batch_size_per_gpu": None}, "batch_size_per_gpu: is missing; set it, or global_batch"),
+        ({"batch_size_per_gpu": None, "global_batch": 254}, r"lanes: 4 does not divide the global batch \(254\)"),
+        ({"batch_size_per_gpu": None, "global_batch": 255} | NATIVE, r"255 is not divisible by world_size x accumulation \(2\)"),
+    ):
+        with pytest.raises(ValidationError, match=why):
+            Dist(**values)
+
+
+def test_another_way_to_say_the_same_batch_is_the_same_experiment() -> None:
+    ways: list[dict[str, Any]] = [
+        {},
+        {"batch_size_per_gpu": None, "global_batch": 256},
+        {"world_size": 1, "batch_size_per_gpu": 256, "global_batch": 256},
+    ]
+    found = [Config(dist=Dist(**way)).identity("cpu", "fp32", "gloo") for way in ways]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
+def test_the_learning_rate_is_scaled_with_the_global_batch(kind: str, expected: float) -> None:
+    config = Config.model_validate({"train": {"scale_learning_rate": kind, "base_batch": 64}})
+    assert config.peak_learning_rate == pytest.approx(expected)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from pipeline import train
-from pipeline.config import ConfigError, DataError, PeerError, load
+from pipeline.config import ConfigError, DataError, PeerError
 from pipeline.files import Paths
+from pipeline.params import load
 from pipeline.runs.status import Outcome
 from pipeline.stage import errors_in_status
 from tests.kit.experiment import make_job

@@ -55,7 +55,7 @@ def test_more_ranks_than_gpus_become_one_for_each_and_stay_the_same_experiment()
     asked = config(dist__world_size=4, dist__batch_size_per_gpu=24, dist__lanes_per_rank=[1, 1, 1, 1])
     for machine, size in ((ONE_GPU, 1), (TWO_GPUS, 2), (Machine(["H200"] * 3, 90, "a cpu", True, 13000), 3)):
         placed = a_gpu_each(asked, machine)
-        assert (placed.dist.world_size, placed.dist.global_batch, placed.dist.pieces) == (size, 96, 4)
+        assert (placed.dist.world_size, placed.dist.images_per_step, placed.dist.pieces) == (size, 96, 4)
         assert Config.model_validate(placed.model_dump()).identity("", "", "") == asked.identity("", "", "")
         assert resolve(placed, machine).backend == "nccl"
 

@@ -19,12 +19,13 @@ pytestmark = pytest.mark.slow
 # A rank that writes down that it began, and every SIGTERM that it gets; `doing` is Python code that it runs then.
 RANK = """
 import os, pathlib, signal, sys, time
-folder = pathlib.Path(sys.argv[1])
-me = f"{os.environ['GROUP_RANK']}-{os.environ['LOCAL_RANK']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-signal.signal(signal.SIGTERM, lambda *_: (folder / f"term-{me}").touch())
-(folder / f"began-{me}-of-{os.environ['WORLD_SIZE']}").touch()
-print("a line of", me, flush=True)
-exec(sys.argv[2])
+if __name__ == "__main__":
+    folder = pathlib.Path(sys.argv[1])
+    me = f"{os.environ['GROUP_RANK']}-{os.environ['LOCAL_RANK']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    signal.signal(signal.SIGTERM, lambda *_: (folder / f"term-{me}").touch())
+    (folder / f"began-{me}-of-{os.environ['WORLD_SIZE']}").touch()
+    print("a line of", me, flush=True)
+    exec(sys.argv[2])
 """
 
 
@@ -127,7 +128,7 @@ if __name__ == "__main__":
         "open": sorted(int(one) for one in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{one}")),
         "session": os.getsid(0) == os.getpid(), "parent": str(os.getppid()) == os.environ["LOCKSTEP_AGENT"],
         "thread": threading.current_thread() is threading.main_thread(), "flags": [sys.flags.utf8_mode, sys.flags.hash_randomization],
-        "title": pathlib.Path("/proc/self/cmdline").read_bytes().replace(bytes(1), b" ").decode().strip(),
+        "title": pathlib.Path("/proc/self/cmdline").read_bytes().decode().rstrip(chr(0)).split(chr(0)),
     }
     print(json.dumps(facts))
     exec(sys.argv[2])
@@ -146,7 +147,7 @@ DRIVER = "import pipeline.forkserver as server; server.GPU_DEVICES = __file__; o
 def test_a_forked_rank_finds_what_an_executed_one_finds(tmp_path: Path) -> None:
     found: list[dict[str, Any]] = []
     for name, code in (("nothing", ""), ("a_thread", THREAD), ("a_driver", DRIVER)):
-        folder = tmp_path / name
+        folder = tmp_path / f"{name} in a folder with blanks"
         folder.mkdir()
         (folder / f"{name}.py").write_text(code)
         agent = Agent(folder, "pass", *ALONE, ranks=1, code=FACTS, IMPORTED=name)
@@ -157,7 +158,7 @@ def test_a_forked_rank_finds_what_an_executed_one_finds(tmp_path: Path) -> None:
     assert [one.pop("modules") for one in found] == [True, False, False]
     forked, executed, other = found
     assert executed == other
-    assert forked.pop("title") == executed.pop("title") + " (local rank 0)"
+    assert forked.pop("title") == [*executed.pop("title"), "(local rank 0)"]
     assert forked == executed
     assert forked["session"]
     assert forked["parent"]

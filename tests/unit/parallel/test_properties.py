@@ -178,8 +178,8 @@ def test_the_shares_of_all_ranks_add_up_and_none_is_empty(values: dict[str, Any]
     assert len(dist.pieces_per_rank) == dist.world_size
     assert sum(dist.pieces_per_rank) == dist.pieces
     assert min(dist.pieces_per_rank) >= 1
-    assert dist.global_batch % dist.pieces == 0
-    assert dist.global_batch // dist.pieces <= dist.batch_size_per_gpu
+    assert dist.images_per_step % dist.pieces == 0
+    assert dist.images_per_step // dist.pieces <= dist.batch_size_per_gpu
     if dist.lanes_per_rank is None:
         assert max(dist.pieces_per_rank) - min(dist.pieces_per_rank) <= 1
 
@@ -190,7 +190,7 @@ def test_lanes_are_taken_only_if_they_are_equal_and_none_is_larger_than_a_micro_
 ) -> None:
     values = {"world_size": world_size, "accumulation": accumulation, "batch_size_per_gpu": batch_size, "lanes": lanes}
     if world_size * accumulation <= lanes and world_size * accumulation * batch_size % lanes == 0:
-        assert Dist(**values).global_batch // lanes <= batch_size
+        assert Dist(**values).images_per_step // lanes <= batch_size
     else:
         with pytest.raises(ValidationError, match="lanes"):
             Dist(**values)

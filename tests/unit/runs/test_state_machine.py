@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from pipeline.config import Config, ConfigError, MachineError
 from pipeline.job import Job
 from pipeline.runs.resume import import_run
+from pipeline.training.state import State
 from tests.kit.experiment import settings as experiment_settings
 from tests.kit.lossy_kills import Killed, Killer
 from tests.kit.lossy_ledger import MEMORY, PER_EPOCH, TOTAL, Ledger, plan_of, unhurt_of
@@ -93,7 +94,7 @@ class Runs(RuleBasedStateMachine):
         for _ in range(1, world):
             model, optimizer = parts()
             other = Told(self.ledger.run / "nothing", 1, OneOfMany(first), self.ledger.run / "nothing", Watch())
-            assert other.restore(model, optimizer) == found.restored
+            assert other.restore(State(model, optimizer)) == found.restored
             assert state_of(model, optimizer) == found.states[found.restored]
 
     @rule(

@@ -9,8 +9,9 @@ from torch import nn
 
 from pipeline.config import MachineError
 from pipeline.heartbeat import Heartbeat
-from pipeline.training.checkpoint import INDEX, Checkpoints, _laid_out_like, read_or_rebuild_index
+from pipeline.training.checkpoint import INDEX, Checkpoints, read_or_rebuild_index
 from pipeline.training.checkpoint_file import weights_sha256
+from pipeline.training.state import State, _laid_out_like
 
 
 class SingleNode:
@@ -53,7 +54,7 @@ def save_steps(folder: Path, *steps: int, keep: int = 2) -> str:
     for step in steps:
         descend(model, optimizer, range(done, step))
         done = step
-        checkpoints.save(step, model, optimizer)
+        checkpoints.save(step, State(model, optimizer))
     return weights_sha256(model.state_dict())
 
 
@@ -63,7 +64,7 @@ def test_restored_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     save_steps(tmp_path / "cut", 4)
     model, optimizer = parts()
     descend(model, optimizer, range(50, 53))
-    assert Checkpoints(tmp_path / "cut", 2, SingleNode()).restore(model, optimizer) == 4
+    assert Checkpoints(tmp_path / "cut", 2, SingleNode()).restore(State(model, optimizer)) == 4
     descend(model, optimizer, range(4, 9))
     assert weights_sha256(model.state_dict()) == expected
 
@@ -74,10 +75,10 @@ def test_the_newest_are_kept_and_nothing_else_lies_about(tmp_path: Path) -> None
 
 
 def test_the_best_model_is_kept_apart_and_of_equals_the_first(tmp_path: Path) -> None:
-    model, _ = parts()
+    model, optimizer = parts()
     checkpoints = Checkpoints(tmp_path, 1, SingleNode())
     for step, accuracy in ((10, 0.5), (20, 0.7), (30, 0.7), (40, 0.6)):
-        checkpoints.save_best(model, step, accuracy)
+        checkpoints.save_best(State(model, optimizer), step, accuracy)
     best = read_or_rebuild_index(tmp_path)["best"]
     assert (best["step"], best["accuracy"]) == (20, 0.7)
     assert [path.name for path in tmp_path.glob("best-*")] == [best["file"]]
@@ -89,7 +90,7 @@ def test_a_checkpoint_cut_short_is_refused_and_the_one_before_is_taken(length: i
     save_steps(tmp_path, 3, 6)
     path = tmp_path / "step-00000006.safetensors"
     path.write_bytes(path.read_bytes()[:length])
-    assert Checkpoints(tmp_path, 2, SingleNode()).restore(*parts()) == 3
+    assert Checkpoints(tmp_path, 2, SingleNode()).restore(State(*parts())) == 3
     assert "step-00000006.safetensors is damaged" in caplog.text
 
 
@@ -99,7 +100,7 @@ def test_one_flipped_bit_is_refused(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)
-    assert Checkpoints(tmp_path, 2, SingleNode()).restore(*parts()) == 3
+    assert Checkpoints(tmp_path, 2, SingleNode()).restore(State(*parts())) == 3
 
 
 def test_no_good_checkpoint_left_is_an_error_and_never_a_start_from_nothing(tmp_path: Path) -> None:
@@ -107,11 +108,11 @@ def test_no_good_checkpoint_left_is_an_error_and_never_a_start_from_nothing(tmp_
     for path in tmp_path.glob("step-*"):
         path.write_bytes(b"")
     with pytest.raises(MachineError, match="no good checkpoint is left of 2"):
-        Checkpoints(tmp_path, 2, SingleNode()).restore(*parts())
+        Checkpoints(tmp_path, 2, SingleNode()).restore(State(*parts()))
 
 
 def test_a_run_without_checkpoints_starts_at_0(tmp_path: Path) -> None:
-    assert Checkpoints(tmp_path, 2, SingleNode()).restore(*parts()) == 0
+    assert Checkpoints(tmp_path, 2, SingleNode()).restore(State(*parts())) == 0
 
 
 def test_a_step_saved_twice_is_listed_once(tmp_path: Path) -> None:
@@ -136,9 +137,9 @@ def test_what_an_optimizer_keeps_besides_tensors_is_left_out(tmp_path: Path) -> 
     model, optimizer = parts()
     descend(model, optimizer, range(1))
     optimizer.state[next(model.parameters())]["calls"] = 3
-    Checkpoints(tmp_path, 3, SingleNode()).save(1, model, optimizer)
+    Checkpoints(tmp_path, 3, SingleNode()).save(1, State(model, optimizer))
     model, optimizer = parts()
-    assert Checkpoints(tmp_path, 3, SingleNode()).restore(model, optimizer) == 1
+    assert Checkpoints(tmp_path, 3, SingleNode()).restore(State(model, optimizer)) == 1
     assert optimizer.state_dict()["state"][0].keys() == {"momentum_buffer"}
 
 

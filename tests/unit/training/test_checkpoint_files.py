@@ -18,6 +18,7 @@ from pipeline.ranks import Ranks
 from pipeline.runs.checkpoints import read_index
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.checkpoint_file import facts_of, packed, proven, weights_sha256
+from pipeline.training.state import State
 from tests.unit.training.test_checkpoint import SingleNode, descend, parts
 
 TENSORS: dict[str, Tensor] = {
@@ -90,7 +91,7 @@ def saved(folder: Path, *steps: int, keep: int = 3, journal: Path | None = None)
     checkpoints = Checkpoints(folder, keep, SingleNode(), journal)
     for step in steps:
         descend(model, optimizer, range(step - 1, step))
-        checkpoints.save(step, model, optimizer)
+        checkpoints.save(step, State(model, optimizer))
     return checkpoints
 
 
@@ -112,26 +113,28 @@ def test_an_entry_names_the_file_its_digest_and_what_of_the_journal_it_goes_with
     assert proven(content) == {"step": "3", "best": "null", "metrics": "2"}
 
 
-def test_a_step_is_saved_once_and_it_is_told_whether_it_was(tmp_path: Path) -> None:
+def test_a_step_is_saved_once(tmp_path: Path) -> None:
     model, optimizer = parts()
     checkpoints = Checkpoints(tmp_path, 3, SingleNode())
-    assert checkpoints.restore(model, optimizer) == 0
-    assert checkpoints.save(3, model, optimizer)
+    assert checkpoints.restore(State(model, optimizer)) == 0
+    checkpoints.save(3, State(model, optimizer))
     path = tmp_path / "step-00000003.safetensors"
     path.unlink()
-    assert checkpoints.save(3, model, optimizer) is False
+    checkpoints.save(3, State(model, optimizer))
     assert not path.exists()
-    assert checkpoints.save(4, model, optimizer) is True
+    checkpoints.save(4, State(model, optimizer))
+    assert list(checkpoints.written()) == [3, 4]
     resumed = Checkpoints(tmp_path, 3, SingleNode())
-    assert resumed.restore(model, optimizer) == 4
-    assert not resumed.save(4, model, optimizer)
+    assert resumed.restore(State(model, optimizer)) == 4
+    resumed.save(4, State(model, optimizer))
+    assert list(resumed.written()) == []
 
 
 def test_no_checkpoint_where_the_journal_tells_of_one_is_an_error(tmp_path: Path) -> None:
     journal = tmp_path / "journal.jsonl"
     journal.write_text('{"kind": "checkpoint", "step": 3}\n')
     with pytest.raises(MachineError, match="no good checkpoint is left, and the journal tells of some"):
-        Checkpoints(tmp_path / "checkpoints", 3, SingleNode(), journal).restore(*parts())
+        Checkpoints(tmp_path / "checkpoints", 3, SingleNode(), journal).restore(State(*parts()))
 
 
 def test_a_checkpoint_that_the_journal_does_not_reach_is_refused(tmp_path: Path) -> None:
@@ -140,16 +143,16 @@ def test_a_checkpoint_that_the_journal_does_not_reach_is_refused(tmp_path: Path)
     saved(tmp_path, 3, journal=journal)
     journal.write_text("")
     with pytest.raises(MachineError, match="no good checkpoint is left of 1"):
-        Checkpoints(tmp_path, 3, SingleNode(), journal).restore(*parts())
+        Checkpoints(tmp_path, 3, SingleNode(), journal).restore(State(*parts()))
 
 
 @pytest.mark.parametrize("due", [True, False])
 def test_a_validation_that_is_due_is_remembered(due: bool, tmp_path: Path) -> None:
     model, optimizer = parts()
-    Checkpoints(tmp_path, 3, SingleNode()).save(3, model, optimizer, validation_due=due)
+    Checkpoints(tmp_path, 3, SingleNode()).save(3, State(model, optimizer), validation_due=due)
     checkpoints = Checkpoints(tmp_path, 3, SingleNode())
     assert not checkpoints.validation_due
-    checkpoints.restore(model, optimizer)
+    checkpoints.restore(State(model, optimizer))
     assert checkpoints.validation_due == due
     facts = {"step": "3", "best": "null", "metrics": "0"} | ({"validation_due": "true"} if due else {})
     assert proven((tmp_path / "step-00000003.safetensors").read_bytes()) == facts
@@ -158,7 +161,7 @@ def test_a_validation_that_is_due_is_remembered(due: bool, tmp_path: Path) -> No
 
 def test_a_save_without_a_word_of_a_validation_has_none_due(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 3)
-    checkpoints.restore(*parts())
+    checkpoints.restore(State(*parts()))
     assert not checkpoints.validation_due
 
 
@@ -167,7 +170,7 @@ def test_a_save_beats(tmp_path: Path) -> None:
         heartbeat = Heartbeat(None)
 
     model, optimizer = parts()
-    Checkpoints(tmp_path, 3, Alone()).save(3, model, optimizer)
+    Checkpoints(tmp_path, 3, Alone()).save(3, State(model, optimizer))
     _, _, _, phase, beats, _ = FORM.unpack(Alone.heartbeat._shown[: FORM.size])
     assert (phase, beats >= 1) == (COMPUTING, True)
 
@@ -178,16 +181,16 @@ def test_what_was_refused_when_a_run_went_on_is_listed_no_more(tmp_path: Path, c
         (tmp_path / f"step-{step:08d}.safetensors").write_bytes(b"")
     checkpoints = Checkpoints(tmp_path, 3, SingleNode())
     model, optimizer = parts()
-    assert checkpoints.restore(model, optimizer) == 3
+    assert checkpoints.restore(State(model, optimizer)) == 3
     assert f"going on from {tmp_path}/step-00000003.safetensors" in caplog.text
-    checkpoints.save(8, model, optimizer)
+    checkpoints.save(8, State(model, optimizer))
     assert listed_steps(tmp_path) == [3, 8]
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000003.safetensors", "step-00000008.safetensors"]
 
 
 def test_the_newest_is_taken_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(tmp_path, 1, 3)
-    assert Checkpoints(tmp_path, 3, SingleNode()).restore(*parts()) == 3
+    assert Checkpoints(tmp_path, 3, SingleNode()).restore(State(*parts())) == 3
     assert caplog.text == ""
 
 
@@ -217,8 +220,8 @@ def test_every_rank_goes_on_with_the_bits_that_rank_0_saved(
 
     def work(group: Ranks) -> int:
         folder = tmp_path / str(group.rank)
-        Checkpoints(folder, 3, group).save(3, model, optimizer)
-        return Checkpoints(folder, 3, group).restore(*start[group.rank])
+        Checkpoints(folder, 3, group).save(3, State(model, optimizer))
+        return Checkpoints(folder, 3, group).restore(State(*start[group.rank]))
 
     assert thread_ranks(2, work) == [3, 3]
     assert not (tmp_path / "1").exists()

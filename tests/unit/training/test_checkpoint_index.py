@@ -15,6 +15,7 @@ from pipeline.files import write_checksummed_json
 from pipeline.runs.checkpoints import INDEX, read_index
 from pipeline.training.checkpoint import Checkpoints, read_or_rebuild_index
 from pipeline.training.checkpoint_file import packed, proven, weights_sha256
+from pipeline.training.state import State
 from tests.unit.training.test_checkpoint import SingleNode, parts
 
 
@@ -23,10 +24,10 @@ def sha256(content: bytes) -> str:
 
 
 def best_of(folder: Path, *told: tuple[int, float]) -> tuple[int, float]:
-    model, _ = parts()
+    model, optimizer = parts()
     checkpoints = Checkpoints(folder, 1, SingleNode())
     for step, accuracy in told:
-        checkpoints.save_best(model, step, accuracy)
+        checkpoints.save_best(State(model, optimizer), step, accuracy)
     best = read_or_rebuild_index(folder)["best"]
     assert list(folder.glob("best-*")) == [folder / best["file"]]
     assert best["sha256"] == sha256((folder / best["file"]).read_bytes())
@@ -43,8 +44,8 @@ def test_the_best_is_that_with_the_highest_accuracy_of_equals_the_first_and_of_o
 
 
 def test_ranks_other_than_the_first_write_no_best_model(tmp_path: Path, thread_ranks: Callable[..., list[Any]]) -> None:
-    model, _ = parts()
-    thread_ranks(2, lambda group: Checkpoints(tmp_path / str(group.rank), 1, group).save_best(model, 10, 0.5))
+    model, optimizer = parts()
+    thread_ranks(2, lambda group: Checkpoints(tmp_path / str(group.rank), 1, group).save_best(State(model, optimizer), 10, 0.5))
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["0"]
 
 
@@ -53,8 +54,8 @@ def trained(folder: Path) -> dict[str, Any]:
     model, optimizer = parts()
     checkpoints = Checkpoints(folder, 2, SingleNode())
     for step, accuracy in ((2, 0.5), (4, 0.75), (6, 0.75)):
-        checkpoints.save_best(model, step, accuracy)
-        checkpoints.save(step, model, optimizer)
+        checkpoints.save_best(State(model, optimizer), step, accuracy)
+        checkpoints.save(step, State(model, optimizer))
     index = read_index(folder)
     assert index is not None
     return index
@@ -72,7 +73,7 @@ def test_a_damaged_index_is_made_anew_from_the_files_and_written(tmp_path: Path,
     assert read_or_rebuild_index(tmp_path) == rebuilt(index)
     assert caplog.messages == [f"{tmp_path / INDEX} is damaged or missing; it is made anew from 3 files"]
     assert read_index(tmp_path) is None
-    assert Checkpoints(tmp_path, 2, SingleNode()).restore(*parts()) == 6
+    assert Checkpoints(tmp_path, 2, SingleNode()).restore(State(*parts())) == 6
     assert read_index(tmp_path) == rebuilt(index)
 
 
@@ -117,7 +118,7 @@ def test_a_run_that_has_not_begun_has_an_empty_index_and_nothing_is_said_or_writ
 ) -> None:
     folder = tmp_path / "checkpoints"
     assert read_or_rebuild_index(folder) == {"checkpoints": []}
-    assert Checkpoints(folder, 2, SingleNode()).restore(*parts()) == 0
+    assert Checkpoints(folder, 2, SingleNode()).restore(State(*parts())) == 0
     assert caplog.text == ""
     assert not folder.exists()
 
@@ -125,12 +126,12 @@ def test_a_run_that_has_not_begun_has_an_empty_index_and_nothing_is_said_or_writ
 def test_a_restore_writes_nothing_where_all_is_well(tmp_path: Path) -> None:
     trained(tmp_path)
     before = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
-    assert Checkpoints(tmp_path, 2, SingleNode()).restore(*parts()) == 6
+    assert Checkpoints(tmp_path, 2, SingleNode()).restore(State(*parts())) == 6
     assert {path.name: path.stat().st_ino for path in tmp_path.iterdir()} == before
 
 
 def test_every_rank_of_a_run_that_has_not_begun_starts_at_0(tmp_path: Path, thread_ranks: Callable[..., list[Any]]) -> None:
-    assert thread_ranks(2, lambda group: Checkpoints(tmp_path / "checkpoints", 2, group).restore(*parts())) == [0, 0]
+    assert thread_ranks(2, lambda group: Checkpoints(tmp_path / "checkpoints", 2, group).restore(State(*parts()))) == [0, 0]
 
 
 def test_a_damaged_index_without_files_is_told_of_before_it_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -141,8 +142,8 @@ def test_a_damaged_index_without_files_is_told_of_before_it_is_an_error(tmp_path
 
 
 def test_a_best_model_alone_is_kept_where_no_checkpoint_was_written(tmp_path: Path) -> None:
-    model, _ = parts()
-    Checkpoints(tmp_path, 2, SingleNode()).save_best(model, 2, 0.5)
+    model, optimizer = parts()
+    Checkpoints(tmp_path, 2, SingleNode()).save_best(State(model, optimizer), 2, 0.5)
     best = read_or_rebuild_index(tmp_path)["best"]
     (tmp_path / INDEX).unlink()
     assert read_or_rebuild_index(tmp_path) == {"checkpoints": [], "best": best}
@@ -167,5 +168,5 @@ def test_files_that_nobody_lists_and_halves_of_files_are_removed(tmp_path: Path)
     for name in ("step-00000001.safetensors", "best-00000001.safetensors", ".step-00000002.safetensors.partial", "notes.txt"):
         (tmp_path / name).write_bytes(b"")
     write_checksummed_json(tmp_path / INDEX, {"checkpoints": []})
-    Checkpoints(tmp_path, 3, SingleNode()).save(3, *parts())
+    Checkpoints(tmp_path, 3, SingleNode()).save(3, State(*parts()))
     assert sorted(path.name for path in tmp_path.iterdir()) == [INDEX, "notes.txt", "step-00000003.safetensors"]

@@ -18,6 +18,7 @@ from pipeline.config import MachineError
 from pipeline.runs.checkpoints import intact
 from pipeline.training.checkpoint import INDEX, Checkpoints, read_or_rebuild_index
 from pipeline.training.checkpoint_file import weights_sha256
+from pipeline.training.state import State
 from tests.unit.training.test_checkpoint import SingleNode
 
 # The same examples in every run; a machine that is busy is no failure.
@@ -33,7 +34,7 @@ class Training:
         self._model = nn.Linear(2, 2)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1, momentum=0.9)
         self._checkpoints = Checkpoints(home, keep, SingleNode())
-        self.step = self._checkpoints.restore(self._model, self._optimizer)
+        self.step = self._checkpoints.restore(State(self._model, self._optimizer))
 
     @property
     def state(self) -> str:
@@ -47,10 +48,10 @@ class Training:
         for parameter in self._model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(draw))
         self._optimizer.step()
-        self._checkpoints.save(self.step, self._model, self._optimizer)
+        self._checkpoints.save(self.step, State(self._model, self._optimizer))
 
     def save_best(self, accuracy: float) -> str:
-        self._checkpoints.save_best(self._model, self.step, accuracy)
+        self._checkpoints.save_best(State(self._model, self._optimizer), self.step, accuracy)
         return weights_sha256(self._model.state_dict())
 
 

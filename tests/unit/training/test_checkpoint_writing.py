@@ -10,9 +10,12 @@ import pytest
 from safetensors.torch import load_file
 
 from pipeline.ranks import Ranks
+from pipeline.runs.checkpoints import read_index
+from pipeline.tracking.journal import Journal
 from pipeline.training import checkpoint
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.checkpoint_file import weights_sha256
+from pipeline.training.state import State
 from tests.unit.training.test_checkpoint import SingleNode, descend, parts
 
 
@@ -42,6 +45,10 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
     one.write(100)
 
 
+def broken(path: Path, content: bytes) -> None:
+    raise OSError(28, "No space left on device", str(path))
+
+
 def beside(folder: Path, ranks: Any = None) -> Checkpoints:
     return Checkpoints(folder, 2, ranks or SingleNode(), executor=ThreadPoolExecutor(1))
 
@@ -50,7 +57,7 @@ def test_training_goes_on_meanwhile_and_the_file_has_what_was_there_before(tmp_p
     checkpoints, (model, optimizer) = beside(tmp_path), parts()
     descend(model, optimizer, range(3))
     before = weights_sha256(model.state_dict())
-    assert checkpoints.save(3, model, optimizer)
+    checkpoints.save(3, State(model, optimizer))
     descend(model, optimizer, range(3, 5))
     assert list(checkpoints.written()) == []
     assert not list(tmp_path.glob("step-*"))
@@ -65,8 +72,8 @@ def test_training_goes_on_meanwhile_and_the_file_has_what_was_there_before(tmp_p
 
 def test_a_step_is_told_of_as_soon_as_it_is_written(tmp_path: Path, disk: SlowDisk) -> None:
     checkpoints, (model, optimizer) = beside(tmp_path), parts()
-    checkpoints.save_best(model, 1, 0.5)
-    checkpoints.save(1, model, optimizer)
+    checkpoints.save_best(State(model, optimizer), 1, 0.5)
+    checkpoints.save(1, State(model, optimizer))
     disk.write(2)
     checkpoints._pending[-1].result(30)
     assert list(checkpoints.written()) == [1]
@@ -74,9 +81,9 @@ def test_a_step_is_told_of_as_soon_as_it_is_written(tmp_path: Path, disk: SlowDi
 
 def test_no_more_than_two_copies_wait_for_a_slow_disk(tmp_path: Path, disk: SlowDisk) -> None:
     checkpoints, (model, optimizer) = beside(tmp_path), parts()
-    checkpoints.save_best(model, 1, 0.5)
-    checkpoints.save(1, model, optimizer)
-    third = threading.Thread(target=checkpoints.save, args=(2, model, optimizer), daemon=True)
+    checkpoints.save_best(State(model, optimizer), 1, 0.5)
+    checkpoints.save(1, State(model, optimizer))
+    third = threading.Thread(target=checkpoints.save, args=(2, State(model, optimizer)), daemon=True)
     third.start()
     third.join(0.5)
     assert third.is_alive()
@@ -87,16 +94,58 @@ def test_no_more_than_two_copies_wait_for_a_slow_disk(tmp_path: Path, disk: Slow
 
 
 def test_what_a_write_raises_reaches_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, content: bytes) -> None:
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr(checkpoint, "atomic_write", full)
+    monkeypatch.setattr(checkpoint, "atomic_write", broken)
     for hear in (lambda one: list(one.written()), lambda one: one.finish()):
         checkpoints, (model, optimizer) = beside(tmp_path), parts()
-        checkpoints.save(1, model, optimizer)
+        checkpoints.save(1, State(model, optimizer))
         checkpoints._pending[-1].exception(30)
         with pytest.raises(OSError, match="No space left"):
             hear(checkpoints)
+
+
+def test_nothing_is_written_after_a_write_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a step would be kept that does not know its best model, and nobody would validate it again."""
+    write, tries = checkpoint.atomic_write, iter([OSError(5, "Input/output error", "best"), None, None])
+
+    def once_broken(path: Path, content: bytes) -> None:
+        if error := next(tries):
+            raise error
+        write(path, content)
+
+    monkeypatch.setattr(checkpoint, "atomic_write", once_broken)
+    checkpoints, state = beside(tmp_path), State(*parts())
+    checkpoints.save_best(state, 1, 0.5)
+    checkpoints.save(1, state)
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoints.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_written_before_a_write_that_failed_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints, state = beside(tmp_path), State(*parts())
+    checkpoints.save(1, state)
+    checkpoints._pending[-1].result(30)
+    monkeypatch.setattr(checkpoint, "atomic_write", broken)
+    checkpoints.save(2, state)
+    checkpoints._pending[-1].exception(30)
+    told = checkpoints.written()
+    assert next(told) == 1
+    with pytest.raises(OSError, match="No space left"):
+        next(told)
+
+
+def test_a_checkpoint_covers_the_journal_as_it_was_when_it_was_copied(tmp_path: Path, disk: SlowDisk) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.metrics({"train/loss": 1.0}, 1)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2, SingleNode(), tmp_path / "journal.jsonl", ThreadPoolExecutor(1))
+    covered = (tmp_path / "journal.jsonl").stat().st_size
+    checkpoints.save(1, State(*parts()))
+    journal.metrics({"train/loss": 0.5}, 2)
+    disk.write()
+    checkpoints.finish()
+    index = read_index(tmp_path / "checkpoints")
+    assert index is not None
+    assert index["checkpoints"][0]["journal"][0] == covered
 
 
 def test_files_are_those_of_a_training_that_waits_for_them(tmp_path: Path) -> None:
@@ -104,8 +153,8 @@ def test_files_are_those_of_a_training_that_waits_for_them(tmp_path: Path) -> No
         checkpoints, (model, optimizer) = Checkpoints(folder, 2, SingleNode(), executor=executor), parts()
         for step, accuracy in ((1, 0.2), (2, 0.5), (3, 0.4), (4, 0.5), (5, 0.7)):
             descend(model, optimizer, range(step - 1, step))
-            checkpoints.save_best(model, step, accuracy)
-            checkpoints.save(step, model, optimizer)
+            checkpoints.save_best(State(model, optimizer), step, accuracy)
+            checkpoints.save(step, State(model, optimizer))
         checkpoints.finish()
         assert list(checkpoints.written()) == [1, 2, 3, 4, 5]
     beside, waiting = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("beside", "waiting"))
@@ -120,7 +169,7 @@ def test_ranks_go_on_beside_a_slow_disk_and_wait_for_it_at_the_end(
 
     def work(group: Ranks) -> list[int]:
         checkpoints, (model, optimizer) = beside(tmp_path, group), parts()
-        checkpoints.save(1, model, optimizer)
+        checkpoints.save(1, State(model, optimizer))
         saved.wait(30)
         assert not list(tmp_path.glob("step-*"))
         # One rank's disk for both: whoever comes first lets it write.

@@ -15,6 +15,8 @@ from pipeline.config import MachineError
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.ranks import Ranks
 from pipeline.training.guard import CURE, Diverged, NonFiniteGuard, check_kernels, finite, write_diagnosis
+from pipeline.training.state import State
+from tests.unit.training.test_checkpoint import SingleNode
 
 
 class Trained:
@@ -26,7 +28,7 @@ class Trained:
         parameters = [one for one in self.model.parameters() if one.requires_grad]
         build = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[kind]
         self.optimizer = build(parameters, lr=0.1, fused=True, **({"momentum": 0.9} if kind == "sgd" else {}))
-        self.guard = NonFiniteGuard(self.model, self.optimizer, lambda step: f"explained {step}")
+        self.guard = NonFiniteGuard(State(self.model, self.optimizer), SingleNode(), lambda step: f"explained {step}")
 
     def step(self, value: float) -> None:
         for parameter in self.model.parameters():
@@ -53,7 +55,7 @@ def test_no_weight_is_updated_from_the_first_bad_gradient_on_and_its_step_is_nam
     trained.step(1.0)
     assert trained.weights() == before
     found = "the gradient of step 43 is not finite, and no weight was updated since"
-    for ask in (trained.guard.raise_if_diverged, lambda: trained.guard.checked_model(45)):
+    for ask in (trained.guard.raise_if_diverged, lambda: trained.guard.check(45)):
         with pytest.raises(Diverged, match=f"^training diverged: {found}; explained 43; {CURE}$"):
             ask()
 
@@ -79,7 +81,7 @@ def test_finite_gradients_change_weights_and_are_sound() -> None:
     before = trained.weights()
     trained.step(1.0)
     assert trained.weights() != before
-    assert trained.guard.checked_model(1) is trained.model
+    trained.guard.check(1)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -93,7 +95,7 @@ def test_nothing_that_is_not_finite_is_kept(value: float) -> None:
         trained.step(1.0)
         damage(trained).view(-1)[0] = value
         with pytest.raises(Diverged, match=f"^training diverged: {name} holds NaN or infinity after step 9; {CURE}$"):
-            trained.guard.checked_model(9)
+            trained.guard.check(9)
 
 
 def test_figures_are_returned_if_they_are_finite() -> None:

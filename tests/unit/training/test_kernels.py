@@ -5,6 +5,8 @@ import torch
 
 from pipeline.config import MachineError
 from pipeline.training.guard import NonFiniteGuard, check_kernels
+from pipeline.training.state import State
+from tests.unit.training.test_checkpoint import SingleNode
 
 
 def test_an_allocation_that_failed_unreported_is_an_error() -> None:
@@ -17,11 +19,11 @@ def test_an_allocation_that_failed_unreported_is_an_error() -> None:
 
 def test_it_is_asked_before_figures_and_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(2, 2)
-    guard = NonFiniteGuard(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda step: "")
+    guard = NonFiniteGuard(State(model, torch.optim.SGD(model.parameters(), lr=0.1)), SingleNode(), lambda step: "")
     guard.raise_if_diverged()
-    assert guard.checked_model(1) is model
+    guard.check(1)
     # In the place of a GPU's allocator, which this machine may lack.
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_ooms": 1})
-    for keep in (guard.raise_if_diverged, lambda: guard.checked_model(1)):
+    for keep in (guard.raise_if_diverged, lambda: guard.check(1)):
         with pytest.raises(MachineError, match="another kernel"):
             keep()
