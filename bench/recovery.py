@@ -13,19 +13,14 @@ from pathlib import Path
 import psutil
 import yaml
 
+from bench.trial import STEP_HOOK
 from pipeline.launch.agent_command import environment
 from pipeline.launch.node import Node
 from pipeline.tracking.journal import last
 
 ROOT = Path(__file__).parents[1]
 # The time of every optimizer step of local rank 0, eight bytes each.
-CLOCK = """
-import os, time
-if os.environ.get("LOCAL_RANK") == "0" and "BENCH_STEPS" in os.environ:
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-    steps = os.open(os.environ["BENCH_STEPS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    register_optimizer_step_post_hook(lambda *_: os.write(steps, time.monotonic_ns().to_bytes(8, "little")))
-"""
+CLOCK = STEP_HOOK.replace("WHAT", 'time.monotonic_ns().to_bytes(8, "little")')
 SETTINGS = {"data": {"name": "synthetic:60000"}, "dist": {"lanes": 2}}
 
 

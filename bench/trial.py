@@ -25,13 +25,19 @@ EXPERIMENT = {
     "dist": {"world_size": 2, "batch_size_per_gpu": 48},
     "checkpoint": {"every_steps": 20},
 }
-COUNTER = """
-import os
-if os.environ.get("LOCAL_RANK") == "0":
+# A sitecustomize.py with which local rank 0 writes something for every optimizer step. Ranks are executed, or forked from what the
+# agent has imported.
+STEP_HOOK = """
+import os, sys, time
+if "BENCH_STEPS" in os.environ and ("LOCAL_RANK" in os.environ or "pipeline.launch.agent" in sys.orig_argv):
     from torch.optim.optimizer import register_optimizer_step_post_hook
-    steps = os.open(os.environ["BENCH_STEPS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    register_optimizer_step_post_hook(lambda *_: os.write(steps, b"."))
+    def after_step(*_):
+        if os.environ["LOCAL_RANK"] == "0":
+            with open(os.environ["BENCH_STEPS"], "ab", buffering=0) as steps:
+                steps.write(WHAT)
+    register_optimizer_step_post_hook(after_step)
 """
+COUNTER = STEP_HOOK.replace("WHAT", 'b"."')
 
 
 class Plain:
@@ -119,7 +125,8 @@ class Trial:
     def kill_rank(self, rank: int) -> None:
         for one in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if one.environ().get("LOCAL_RANK") == str(rank):
+                # A forked rank has it in its title.
+                if one.environ().get("LOCAL_RANK") == str(rank) or f"(local rank {rank})" in one.cmdline():
                     one.kill()
 
 

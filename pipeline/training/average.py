@@ -14,7 +14,7 @@ class Average:
     def __init__(self, parameters: Mapping[str, Parameter], decay: float | None):
         self._decay = decay
         self._weights = [one.detach() for one in parameters.values()] if decay is not None else []
-        self.parts: dict[str, Tensor] = dict(zip(parameters, (one.clone() for one in self._weights), strict=False))
+        self.parts: dict[str, Tensor] = {} if decay is None else {name: one.detach().clone() for name, one in parameters.items()}
 
     def update(self) -> None:
         """Move towards the weights after a step."""

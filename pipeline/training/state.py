@@ -34,7 +34,6 @@ class State:
             for key, value in states.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     yield f"{OPTIMIZER}{name}.{key}", name if value.shape == parameter.shape else None, value
-
         for name, value in self.average.parts.items():
             yield AVERAGE + name, name, value
 

@@ -33,13 +33,18 @@ def journals_of(experiment: Experiment) -> Iterator[Path]:
     return (experiment.folder / "runs").glob("*/journal.jsonl")
 
 
+def has_reached(journal: Path, step: int) -> bool:
+    """Return True if a journal has figures of this step, and the last checkpoint before it."""
+    figures, saved = (journals.last(journal, kind).get("step", 0) for kind in ("metrics", journals.CHECKPOINT))
+    return figures >= step and saved >= step // EVERY_STEPS * EVERY_STEPS
+
+
 def trained_until_the_power_is_cut(experiment: Experiment, disk: Disk, step: int, **environment: str) -> tuple[int, str | None]:
-    """Returns the step of the newest save that had returned, and the checkpoint that is left."""
+    """Returns the step of the newest checkpoint that the journal told of, and the one that is left."""
     process = experiment.start("train", **disk.mark, **environment)
     # The last cut may have left zeros at the journal's end, which the start cuts off.
-    until(lambda: any(journals.last(path, "metrics").get("step", 0) >= step for path in journals_of(experiment)), process)
-    # A figure of a later step was written after it.
-    saved = (max(line["step"] for line in experiment.journal("metrics")) - 1) // EVERY_STEPS * EVERY_STEPS
+    until(lambda: any(has_reached(path, step) for path in journals_of(experiment)), process)
+    saved = max(line["step"] for line in experiment.journal(journals.CHECKPOINT))
     disk.cut()
     disk.kill_all(process)
     disk.back()
@@ -67,7 +72,7 @@ def test_a_power_cut_costs_no_checkpoint_and_no_bit(baseline: Experiment, disk: 
     same_figures(experiment, baseline)
     experiment.run("sync")
     assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
-    record_property("happened", "each time the newest save that had returned was there; bit-equal, one run FINISHED")
+    record_property("happened", "each time the newest checkpoint that the journal told of was there; bit-equal, one run FINISHED")
 
 
 @pytest.mark.slow

@@ -21,6 +21,9 @@ from pipeline.training import train_rank
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.evaluation import Evaluation
 
+# How long a write of these small checkpoints takes, at most.
+WRITTEN_SECONDS = 0.5
+
 
 class Fault:
     """A rank's batches, with a fault in the first one of a step, or in every one where it is slow."""
@@ -33,6 +36,8 @@ class Fault:
         if self._kind == "slow":
             time.sleep(0.1)
         elif step == self._step:
+            # A checkpoint that rank 0 is writing beside the training is one that tests ask for.
+            time.sleep(WRITTEN_SECONDS)
             getattr(self, self._kind)(images)
         return images, labels
 
