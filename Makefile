@@ -32,7 +32,8 @@ test: $(READY) ## set up, then the tests that need neither containers nor long c
 	@$(PYTEST) $(PARALLEL) -m "$(FAST)" && $(PYTEST) $(PARALLEL) -m "slow and not (fault or chaos or docker or gpu or system)"
 
 test-all: test ## the same, then faults, containers and chaos
-	@$(PYTEST) $(PARALLEL) -m "slow and (fault or chaos) and not (docker or gpu or system)" && $(PYTEST) -m "(docker or gpu) and not system"
+	@$(PYTEST) $(PARALLEL) -m "slow and (fault or chaos) and not (docker or gpu or system)" && \
+	$(PYTEST) -n 2 --dist worksteal -m "docker and not (gpu or system)" && $(PYTEST) -m gpu
 
 test-systems: $(READY) ## another Debian, with another Python; an image built without a cache
 	@LOCKSTEP_NO_SKIPS=1 $(PYTEST) -m system

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import time
@@ -19,8 +20,8 @@ from pipeline.launch.node import Node
 from pipeline.tracking.journal import last
 
 ROOT = Path(__file__).parents[1]
-# The time of every optimizer step of local rank 0, eight bytes each.
-CLOCK = STEP_HOOK.replace("WHAT", 'time.monotonic_ns().to_bytes(8, "little")')
+# The time of every optimizer step of local rank 0 and its process, eight bytes each.
+CLOCK = STEP_HOOK.replace("WHAT", 'time.monotonic_ns().to_bytes(8, "little") + os.getpid().to_bytes(8, "little")')
 SETTINGS = {"data": {"name": "synthetic:60000"}, "dist": {"lanes": 2}}
 
 
@@ -60,14 +61,14 @@ class Training:
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(ROOT / "bench" / "silent.py")]
         subprocess.run([*words, str(job)], env=environment(Node(2, 1)) | self._variables(), check=True, capture_output=True)
 
-    def instants(self) -> list[float]:
-        """When each step was done, in seconds."""
+    def steps(self) -> list[tuple[float, int]]:
+        """When each step was done, in seconds, and by which process."""
         content = self.steps_file.read_bytes() if self.steps_file.exists() else b""
-        return [int.from_bytes(content[at : at + 8], "little") / 1e9 for at in range(0, len(content) // 8 * 8, 8)]
+        return [(at / 1e9, process) for at, process in struct.iter_unpack("<QQ", content[: len(content) // 16 * 16])]
 
     def gaps(self, per_epoch: int) -> list[float]:
         """The seconds between steps; the first ones and those with a validation left out."""
-        found = [after - before for before, after in pairwise(self.instants())]
+        found = [after - before for before, after in pairwise(at for at, _ in self.steps())]
         return [gap for index, gap in enumerate(found, 1) if index > 20 and index % per_epoch]
 
 
@@ -105,30 +106,31 @@ def restart(folder: Path, count: int) -> dict[str, list[float]]:
     for number in range(count):
         started_at = time.monotonic()
         process = training.start()
-        found["cold start"].append(first_after(training, started_at) - started_at)
+        found["cold start"].append(first_step(training, set()) - started_at)
         wait_for(training, 100)
+        before = {process for _, process in training.steps()}
         killed_at = time.monotonic()
         rank(process, number % 2).send_signal(signal.SIGKILL)
-        # What was under way may still count a step.
-        found["after SIGKILL"].append(first_after(training, killed_at + 1) - killed_at)
+        found["after SIGKILL"].append(first_step(training, before) - killed_at)
         process.terminate()
         process.wait()
     return found
 
 
-def first_after(training: Training, instant: float) -> float:
+def first_step(training: Training, before: set[int]) -> float:
+    """When the first process that is not one of these did its first step."""
     until = time.monotonic() + 120
     while time.monotonic() < until:
-        for one in training.instants():
-            if one > instant:
-                return one
+        for at, process in training.steps():
+            if process not in before:
+                return at
         time.sleep(0.02)
     raise AssertionError("no step")
 
 
 def wait_for(training: Training, count: int) -> None:
     until = time.monotonic() + 120
-    while len(training.instants()) < count:
+    while len(training.steps()) < count:
         assert time.monotonic() < until
         time.sleep(0.05)
 

@@ -1,6 +1,7 @@
 """The product's ranks without journal and mirror, as one torchrun job: `torchrun bench/silent.py JOB`."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,9 +23,10 @@ class Stopwatch(Silent):
 
 def main() -> None:
     job = jobs.read(Path(sys.argv[1]))
-    with train_rank.joined(job) as group:
+    # Checkpoints are written beside the training here too.
+    with train_rank.joined(job) as group, ThreadPoolExecutor(1) as executor:
         stopwatch = Stopwatch()
-        train_rank.train(job, group, stopwatch)
+        train_rank.train(job, group, stopwatch, executor)
         if group.rank == 0:
             print(mean_speed(stopwatch.speeds))
 

@@ -72,6 +72,8 @@ class Train(Section):
             raise ValueError("momentum: adamw has none; set momentum: null")
         if self.optimizer == "sgd" and self.momentum is None:
             raise ValueError("momentum: sgd needs one; 0.0 is plain gradient descent")
+        if self.scale_learning_rate == "none" and self.base_batch != 256:
+            raise ValueError("base_batch: only scale_learning_rate: linear or sqrt takes one; set base_batch: 256")
         if self.warmup_epochs > self.epochs:
             raise ValueError(f"warmup_epochs: {self.warmup_epochs} is more than epochs ({self.epochs})")
         return self
@@ -141,6 +143,8 @@ class Dist(Section):
                 raise ValueError("batch_size_per_gpu: is missing; set it, or global_batch")
             if self.reduction == "native" and self.global_batch % self.pieces:
                 raise ValueError(f"global_batch: {self.global_batch} is not divisible by world_size x accumulation ({self.pieces})")
+            if self.reduction == "ordered" and self.accumulation > 1:
+                raise ValueError("accumulation: global_batch is cut into lanes, which a rank accumulates; set accumulation: 1")
             return
         product = self.world_size * self.batch_size_per_gpu * self.accumulation
         if self.global_batch not in (None, product):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+from pipeline.files import locked
 from tests.kit.checkout import clone_of
 from tests.kit.compose import IMAGE, USER, Project, sh
 from tests.kit.devices import MISSING
@@ -65,10 +66,15 @@ def experiment(tmp_path: Path, request: pytest.FixtureRequest) -> Experiment:
 
 @pytest.fixture(scope="session")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
-    """The long experiment, left alone."""
-    experiment = Experiment(tmp_path_factory.mktemp("baseline")).set(**LONGER).with_database()
-    experiment.run("prepare")
-    experiment.run("train")
+    """The long experiment, left alone; one for all workers of pytest."""
+    beside = tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else tmp_path_factory.getbasetemp()
+    experiment = Experiment(beside / "baseline")
+    with locked(beside / "baseline.lock"):
+        if not (experiment.folder / "done").exists():
+            experiment.folder.mkdir(exist_ok=True)
+            experiment.set(**LONGER).with_database().run("prepare")
+            experiment.run("train")
+            (experiment.folder / "done").touch()
     return experiment
 
 

@@ -11,7 +11,7 @@ from pipeline.hardware.placement import a_gpu_each, fewer_ranks, resolve
 
 MIB, GIB = 1 << 20, 1 << 30
 SHARED_BYTES = 256 * MIB
-# A rank of the default experiment peaks at 0.8 GiB; on a GPU, CUDA's libraries and pinned memory take about 4 (not measured here).
+# A rank of the default experiment peaks at 0.5 GiB; on a GPU, CUDA's libraries and pinned memory take about 4 (not measured here).
 RANK_BYTES = {"cpu": GIB, "cuda": 4 * GIB}
 
 

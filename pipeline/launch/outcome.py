@@ -4,7 +4,7 @@ import shutil
 import signal
 from dataclasses import replace
 
-from pipeline.config import Config, ConfigError, DataError, MachineError, PeerError
+from pipeline.config import Config, ConfigError, DataError, Dist, MachineError, PeerError
 from pipeline.files import describe as describe_os_error
 from pipeline.job import Job
 from pipeline.launch.failures import FINAL_EXITS, Failure, LaunchResult, signal_name
@@ -93,14 +93,23 @@ def unpublished(end: Outcome, error: Exception, command: str) -> Outcome:
     return replace(end, outcome=name, exit_code=exit_code, cause=cause, command=command)
 
 
+def _smaller(dist: Dist) -> str:
+    """What to change so that a rank computes fewer images at once."""
+    keys = [dist.batch_key]
+    if dist.batch_size_per_gpu or not dist.lanes:
+        keys.append("accumulation")
+    if dist.lanes:
+        keys.append("lanes")
+    batch, *raised = (f"dist.{key} ({getattr(dist, key)})" for key in keys)
+    return f"lower {batch} or raise {' and '.join(raised)}"
+
+
 def describe(failure: Failure, config: Config) -> str:
     """One failure in a few words."""
     who = ("a rank" if failure.rank is None else f"rank {failure.rank}") + (f" on {failure.host}" if failure.host else "")
     when = f" in step {failure.step}" if failure.step >= 0 else " before its first step"
     if failure.out_of_memory:
-        dist = config.dist
-        size = f"lower dist.{dist.batch_key} ({getattr(dist, dist.batch_key)}) or raise dist.accumulation ({dist.accumulation})"
-        return f"{who} ran out of memory{when}; {size} and dist.lanes ({config.dist.lanes}), or give it more memory"
+        return f"{who} ran out of memory{when}; {_smaller(config.dist)}, or give it more memory"
     if failure.is_consequence:
         return f"{who} lost its connection to another rank{when}"
     if failure.exit_code == 0:

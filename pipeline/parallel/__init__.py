@@ -12,6 +12,7 @@ from pipeline.config import unknown
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
+    from torch.optim import Optimizer
 
     from pipeline.config import Dist
     from pipeline.parallel.lanes import Lanes, Task, Totals
@@ -44,6 +45,10 @@ class Holding(Protocol):
 
 class Strategy(Holding, Protocol):
     """One way to turn a global batch into gradients."""
+
+    def follow(self, optimizer: "Optimizer") -> None:
+        """Learn of the optimizer of these parameters, before its first step."""
+        ...
 
     def backward(self, step: int) -> "Totals": ...
 

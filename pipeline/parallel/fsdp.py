@@ -15,12 +15,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from pipeline.config import Dist
 from pipeline.parallel import Strategy, ddp
 from pipeline.parallel.lane_buffers import LaneBuffers
 from pipeline.parallel.lanes import Lanes, Task, Totals, TreeNode, push
 from pipeline.parallel.ordered import OrderedSum, add
+from pipeline.parallel.remainders import Remainders, one_by_one
 from pipeline.ranks import Ranks
 
 
@@ -39,6 +41,7 @@ class Fsdp:
     def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, ordered: bool):
         self._task, self._lanes, self._ranks, self._ordered = task, lanes, ranks, ordered
         model: Any = task.model
+        singles = {name: one_by_one(one) for name, one in model.named_parameters()}
         keep_layouts(model)
         first_weights(model)
         mesh = init_device_mesh(ranks.device.type, (ranks.size,))
@@ -57,7 +60,13 @@ class Fsdp:
         self._shared: dict[str, Any] = dict(model.named_parameters())
         # The same memory: what the optimizer does to these, it does to FSDP's.
         self.parameters = {name: Parameter(one.detach().to_local(), one.requires_grad) for name, one in self._shared.items()}
+        self._singles = {name: self.part(name, one) for name, one in singles.items()}
         self._buffers = LaneBuffers(model, lanes, ranks)
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Let each element's update have the bits that it has in the whole tensor's."""
+        if self._ordered and self._ranks.device.type == "cpu":
+            Remainders(self.parameters, self._singles, optimizer)
 
     def backward(self, step: int) -> Totals:
         """Gradients of the mean loss over the global batch, and the step's totals."""

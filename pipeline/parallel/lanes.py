@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from pipeline.config import draw_seed
 from pipeline.ranks import Ranks
@@ -73,6 +74,9 @@ class Replicated:
 
     def __init__(self, model: nn.Module):
         self.parameters = dict(model.named_parameters())
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Whole tensors need nothing."""
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Nothing is shared out."""

@@ -39,7 +39,6 @@ class Writer(Protocol):
 
     def metrics(self, values: dict[str, float], step: int) -> None: ...
     def event(self, kind: str, **fields: Any) -> None: ...
-    def sync(self) -> None: ...
 
 
 class Silent:
@@ -49,9 +48,6 @@ class Silent:
         """Nothing."""
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Nothing."""
-
-    def sync(self) -> None:
         """Nothing."""
 
 
@@ -96,7 +92,7 @@ class Journal:
             raise OSError(errno.ENOSPC, needed, str(self._path))
 
     def sync(self) -> None:
-        """Wait until it is on the disk: a checkpoint must not survive a power cut that the figures before it do not."""
+        """Wait until it is on the disk."""
         os.fsync(self._file)
 
     def close(self) -> None:

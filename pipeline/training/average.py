@@ -1,25 +1,26 @@
-"""An exponential moving average of the weights, which is validated and published in their place."""
+"""An exponential moving average of the weights, and of what BatchNorm has seen; it is validated and published in their place."""
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 
 class Average:
     """The average of the parts that this rank holds, by name; with a decay of None there is none."""
 
-    def __init__(self, parameters: Mapping[str, Parameter], decay: float | None):
+    def __init__(self, parts: Mapping[str, Tensor], decay: float | None):
         self._decay = decay
-        self._weights = [one.detach() for one in parameters.values()] if decay is not None else []
-        self.parts: dict[str, Tensor] = {} if decay is None else {name: one.detach().clone() for name, one in parameters.items()}
+        kept = {} if decay is None else {name: one.detach() for name, one in parts.items() if one.is_floating_point()}
+        self._current = list(kept.values())
+        self.parts = {name: one.clone() for name, one in kept.items()}
 
-    def update(self) -> None:
-        """Move towards the weights after a step."""
+    def update(self, step: int) -> None:
+        """Move towards the weights after a step; by larger shares in the first steps, or the initial weights would stay in it for long."""
         if self._decay is not None:
-            torch._foreach_lerp_(list(self.parts.values()), self._weights, 1 - self._decay)  # pyright: ignore
+            decay = min(self._decay, (1 + step) / (10 + step))
+            torch._foreach_lerp_(list(self.parts.values()), self._current, 1 - decay)  # pyright: ignore
 
     @contextmanager
     def in_place(self) -> Generator[None]:
@@ -27,9 +28,9 @@ class Average:
         if self._decay is None:
             yield
             return
-        kept = [one.clone() for one in self._weights]
-        torch._foreach_copy_(self._weights, list(self.parts.values()))  # pyright: ignore
+        kept = [one.clone() for one in self._current]
+        torch._foreach_copy_(self._current, list(self.parts.values()))  # pyright: ignore
         try:
             yield
         finally:
-            torch._foreach_copy_(self._weights, kept)  # pyright: ignore
+            torch._foreach_copy_(self._current, kept)  # pyright: ignore

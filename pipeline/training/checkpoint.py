@@ -15,10 +15,10 @@ from typing import Any
 from safetensors.torch import load
 from torch import Tensor
 
-from pipeline.files import atomic_write, write_checksummed_json
+from pipeline.files import atomic_write, fsync_path, write_checksummed_json
 from pipeline.ranks import Ranks
 from pipeline.runs.checkpoints import INDEX, count_metrics, journal_until, listed, none_left, read_index, usable
-from pipeline.tracking.journal import CHECKPOINT, last
+from pipeline.tracking.journal import CHECKPOINT, last, read
 from pipeline.training.checkpoint_file import copied, facts_of, packed, proven
 from pipeline.training.state import MODEL, State
 
@@ -51,6 +51,9 @@ class Checkpoints:
         step, self.validation_due = int(facts["step"]), "validation_due" in facts
         state.load(load(content))
         self._saved = step
+        if self._ranks.on_rank_zero(lambda: self._unannounced(step), False):
+            # It was written, and its rank killed before the journal knew.
+            self._written.append(step)
         return step
 
     def save(self, step: int, state: State, validation_due: bool = False) -> None:
@@ -84,6 +87,9 @@ class Checkpoints:
     def finish(self) -> None:
         """Wait until all is written."""
         self._ranks.while_others_wait(lambda: self._wait(0))
+
+    def _unannounced(self, step: int) -> bool:
+        return self._journal is not None and all(line["step"] != step for line in read(self._journal) if line["kind"] == CHECKPOINT)
 
     def _wait_for_all_but_one(self) -> None:
         """A disk may be slower than the training, but no more than two copies are held."""
@@ -119,6 +125,9 @@ class Checkpoints:
 
     def _save(self, step: int, before: int, copies: Callable[[], dict[str, Tensor]], due: dict[str, str]) -> None:
         until = journal_until(self._journal)
+        if self._journal is not None and until[0]:
+            # A checkpoint must not survive a power cut that what it covers of the journal does not.
+            fsync_path(self._journal)
 
         def work() -> None:
             self._write(step, before, copies(), until, due)

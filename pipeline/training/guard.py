@@ -73,7 +73,9 @@ class NonFiniteGuard:
         # One look at the device, however many there are.
         good = torch.stack(torch._foreach_norm(list(kept.values()), math.inf)).isfinite().tolist()  # pyright: ignore
         bad = [name for name, one in zip(kept, good, strict=True) if not one]
-        if bad or (self._state.sharded and self._ranks.start_logical_or(bool(bad))()):
+        # Always asked: a rank whose memory lost a bit must not leave the others in a save.
+        self._ranks.heartbeat.waiting()
+        if self._ranks.start_logical_or(bool(bad))():
             where = bad[0] if bad else "another rank"
             raise Diverged(f"training diverged: {where} holds NaN or infinity after step {step}; {CURE}")
 
@@ -86,7 +88,7 @@ def check_kernels(memory_stats: Mapping[str, Any]) -> None:
     if memory_stats.get("num_ooms", 0):
         raise MachineError(
             "the GPU's memory was too short for a kernel's workspace, and another kernel computes other bits; nothing of it was kept; "
-            "free the GPU, or lower dist.batch_size_per_gpu and raise dist.world_size or dist.accumulation as much"
+            "free the GPU, or compute fewer images at once: raise dist.lanes, or under reduction: native dist.accumulation"
         )
 
 

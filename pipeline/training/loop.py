@@ -1,5 +1,6 @@
 """The loop: on one screen, knowing nothing of ranks."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from pipeline.training.evaluation import Result
 from pipeline.training.guard import Diverged, NonFiniteGuard, finite
 from pipeline.training.schedule import Schedule
 from pipeline.training.state import State
+
+log = logging.getLogger(__name__)
 
 
 class Stopping(Protocol):
@@ -54,7 +57,10 @@ def run(steps: Steps, parts: Parts) -> tuple[int, bool]:
         return _run(steps, parts)
     except Diverged:
         # All ranks come here, and end each other by leaving.
-        finish_checkpoints(parts)
+        try:
+            finish_checkpoints(parts)
+        except OSError as error:
+            log.warning("a checkpoint from before the divergence was not written: %s", error)
         raise
 
 
@@ -69,7 +75,7 @@ def _run(steps: Steps, parts: Parts) -> tuple[int, bool]:
         parts.guard.observe()
         parts.clipping()
         parts.state.optimizer.step()
-        parts.state.average.update()
+        parts.state.average.update(step)
         step += 1
         if step % steps.per_log == 0 or step % steps.per_epoch == 0:
             parts.guard.raise_if_diverged()
@@ -101,8 +107,7 @@ def validated(step: int, parts: Parts) -> bool:
 
 
 def save_checkpoint(parts: Parts, step: int, validation_due: bool = False) -> None:
-    """Begin to save: what the journal holds is on the disk before."""
-    parts.journal.sync()
+    """Begin to save, if all ranks hold finite weights."""
     parts.guard.check(step)
     parts.checkpoints.save(step, parts.state, validation_due)
 

@@ -22,7 +22,7 @@ class State:
         self._holding = holding or Replicated(model)
         self.sharded = self._holding.sharded
         self._parameters = self._holding.parameters
-        self.average = Average(self._parameters, ema_decay)
+        self.average = Average(self._parameters | dict(model.named_buffers()), ema_decay)
 
     def parts(self) -> Iterator[tuple[str, str | None, Tensor]]:
         """Yield names and this rank's tensors, with the name of the parameter whose values they are or belong to, if any."""
@@ -35,7 +35,7 @@ class State:
                 if isinstance(value, Tensor):
                     yield f"{OPTIMIZER}{name}.{key}", name if value.shape == parameter.shape else None, value
         for name, value in self.average.parts.items():
-            yield AVERAGE + name, name, value
+            yield AVERAGE + name, name if name in self._parameters else None, value
 
     def whole(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
         """Yield names that begin like this, and whole tensors; where ranks hold parts, every rank must take all of them."""
@@ -55,16 +55,18 @@ class State:
             raise RuntimeError(f"the checkpoint is of another model: {min(own.keys() ^ given.keys())} is not in both")
         with torch.no_grad():
             for name, value in given.items():
-                parameter = self._parameters.get(name)
-                if parameter is None:
-                    own[name].copy_(value)
-                else:
-                    parameter.copy_(self._holding.part(name, value))
+                self._take(name, self._parameters.get(name, own[name]), value)
             for name, value in self.average.parts.items():
-                value.copy_(self._holding.part(name, tensors[AVERAGE + name]))
+                self._take(name, value, tensors[AVERAGE + name])
         self.optimizer.load_state_dict(
             {"state": self._optimizer_state(tensors), "param_groups": self.optimizer.state_dict()["param_groups"]}
         )
+
+    def _take(self, name: str, part: Tensor, whole: Tensor) -> None:
+        own = self._holding.part(name, whole) if name in self._parameters else whole
+        if own.shape != part.shape:
+            raise RuntimeError(f"the checkpoint is of another model: {name} has the shape {list(whole.shape)} there")
+        part.copy_(own)
 
     def _optimizer_state(self, tensors: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
         """By the parameters' places in the optimizer, as its `load_state_dict` has it."""

@@ -135,7 +135,9 @@ def train(job: Job, group: Ranks, journal: Writer, executor: Executor | None = N
         lambda: torch.autocast(group.device.type, dtype, enabled=dtype is not None),
     )
     strategy = parallel.build(task, lanes, group, config.dist)
-    state = State(model, schedule.optimizer(config.train, list(strategy.parameters.values())), strategy, config.train.ema_decay)
+    optimizer = schedule.optimizer(config.train, list(strategy.parameters.values()))
+    strategy.follow(optimizer)
+    state = State(model, optimizer, strategy, config.train.ema_decay)
     evaluation = Evaluation(validation, pixels, manifest.num_classes, group, hold, strategy.sharded)
     stop, steps = Stop(group, alarm_seconds(config.dist.grace_seconds)), plan(job, order)
 

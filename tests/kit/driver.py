@@ -19,9 +19,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
     return ATTRIBUTES;
 }
 #if UUID
-#if UUID
 int cuDeviceGetUuid_v2(char *uuid, int device) { memset(uuid, UUID + device, 16); return 0; }
-#endif
 #endif
 int cuGetErrorString(int code, const char **text) { *text = "the reason"; return 0; }
 """

@@ -3,6 +3,8 @@
 import hashlib
 import json
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,11 @@ class NoMirror(MirrorProcess):
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start no process for ranks or mirror, and draw nothing."""
+    """Start no process for ranks or mirror, draw nothing, and ask only once for what does not change."""
+    for name in ("__main__.parser", "runs.source._file", "runs.identity.version", "train._version", "tracking.receipt.git_state"):
+        place, _, function = name.rpartition(".")
+        module = import_module(f"pipeline.{place}")
+        monkeypatch.setattr(module, function, cache(getattr(module, function)))
     for module in (train, evaluate):
         monkeypatch.setattr(module, "RankStage", Pretended)
     for name in ("pipeline.train.MirrorProcess", "pipeline.sync.MirrorProcess"):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,7 +83,7 @@ class StoppingAt:
 
     def __init__(self, journal: Writer, step: int):
         self._journal, self._step = journal, step
-        self.event, self.sync = journal.event, journal.sync
+        self.event = journal.event
 
     def metrics(self, values: dict[str, float], step: int) -> None:
         self._journal.metrics(values, step)
@@ -96,7 +97,8 @@ def trained(group: Any, job: Job, stop_after: int | None) -> tuple[str, int]:
     journal = group.on_rank_zero(lambda: Journal(job.journal), Silent())
     if stop_after is not None and group.rank == group.size - 1:
         journal = StoppingAt(journal, stop_after)
-    state, step, _ = train_rank.train(job, group, journal)
+    with ThreadPoolExecutor(1) as executor:
+        state, step, _ = train_rank.train(job, group, journal, executor)
     return weights_sha256(state.weights()), step
 
 

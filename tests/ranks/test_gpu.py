@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from pipeline import models
@@ -100,6 +101,8 @@ def exported(group: Ranks, job: Job) -> list[list[float]]:
     state, _, _ = train_rank.train(job, group, Journal(job.journal))
     export.export(job)
     manifest = store.read_manifest(job.prepared)
+    # The best one is published, not the last.
+    state.model.load_state_dict(load_file(job.run / "model.safetensors"))
     whole = export.Classifier(state.model, manifest).to(group.device).eval()
     with torch.no_grad():
         answers = whole(torch.from_numpy(store.open_split(job.prepared, "validation").images[:8]).to(group.device))

@@ -8,12 +8,16 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from pipeline.config import Config, ConfigError, DataError, Dist, MachineError, PeerError, digest, draw_seed
+from pipeline.config import Config, ConfigError, DataError, Dist, MachineError, PeerError, Train, digest, draw_seed
 from tests.kit.experiment import ROOT
 
 NATIVE = {"reduction": "native", "lanes": None}
 # Without which the smallest value would not go with the others.
-BESIDE = {"dist.lanes": {"world_size": 1}, "dist.batch_size_per_gpu": {"world_size": 1, "lanes": 1}}
+BESIDE: dict[str, dict[str, Any]] = {
+    "dist.lanes": {"world_size": 1},
+    "dist.batch_size_per_gpu": {"world_size": 1, "lanes": 1},
+    "train.base_batch": {"scale_learning_rate": "sqrt"},
+}
 
 
 def made(key: str, value: Any) -> Config:
@@ -192,9 +196,12 @@ def test_a_global_batch_is_said_as_such_or_for_every_rank() -> None:
         ({"batch_size_per_gpu": None}, "batch_size_per_gpu: is missing; set it, or global_batch"),
         ({"batch_size_per_gpu": None, "global_batch": 254}, r"lanes: 4 does not divide the global batch \(254\)"),
         ({"batch_size_per_gpu": None, "global_batch": 255} | NATIVE, r"255 is not divisible by world_size x accumulation \(2\)"),
+        ({"batch_size_per_gpu": None, "global_batch": 256, "accumulation": 2, "lanes": 8}, "which a rank accumulates; set accumulation: 1"),
     ):
         with pytest.raises(ValidationError, match=why):
             Dist(**values)
+    with pytest.raises(ValidationError, match="only scale_learning_rate: linear or sqrt takes one; set base_batch: 256"):
+        Train(base_batch=64)
 
 
 def test_another_way_to_say_the_same_batch_is_the_same_experiment() -> None:
@@ -215,5 +222,5 @@ def test_sharded_ranks_own_equal_numbers_of_lanes() -> None:
 
 @pytest.mark.parametrize(("kind", "expected"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
 def test_the_learning_rate_is_scaled_with_the_global_batch(kind: str, expected: float) -> None:
-    config = Config.model_validate({"train": {"scale_learning_rate": kind, "base_batch": 64}})
+    config = Config.model_validate({"train": {"scale_learning_rate": kind, "base_batch": 256 if kind == "none" else 64}})
     assert config.peak_learning_rate == pytest.approx(expected)

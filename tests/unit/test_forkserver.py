@@ -12,10 +12,10 @@ from tests.kit.experiment import ROOT
 BEGIN = """
 import os, signal, sys, time
 from pipeline import forkserver
-forkserver.FORK_SECONDS = 1
 WORDS = [*forkserver.RUN_MODULE, "doing"]
 """
 STANDS_STILL = """
+forkserver.FORK_SECONDS = 1
 server = forkserver.ForkServer("doing")
 os.kill(server.pid, signal.SIGSTOP)
 for _ in range(2):

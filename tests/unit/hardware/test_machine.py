@@ -39,8 +39,6 @@ def test_the_kind_of_a_gpu_is_its_name_size_and_capability_and_what_its_host_dra
     assert here["uuids"] == ["11" * 16, "12" * 16]
     # An old driver knows none, and is named as old.
     assert detected(**driver(tmp_path / "old", UUID=0))["uuids"] == []
-    # An old driver knows none, and is named as old.
-    assert detected(**driver(tmp_path / "old", UUID=0))["uuids"] == []
     (kind,) = set(here["gpus"])
     assert kind.startswith(f"NVIDIA H200 (132 SMs, capability 9.0) on {platform.machine()}")
     others = [

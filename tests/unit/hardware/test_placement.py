@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipeline.config import Config, MachineError
+from pipeline.config import Config, Dist, MachineError
 from pipeline.hardware.machine import Machine
-from pipeline.hardware.placement import a_gpu_each, resolve
+from pipeline.hardware.placement import a_gpu_each, fewer_ranks, resolve
 from tests.kit.experiment import settings
 
 NO_GPU = Machine([], 0, "a cpu", True)
@@ -73,3 +73,9 @@ def test_more_ranks_than_gpus_become_one_for_each_and_stay_the_same_experiment()
 def test_what_was_asked_for_stays_where_it_can_be_had_was_chosen_or_is_another_experiment(machine: Machine, changes) -> None:
     asked = config(**changes)
     assert a_gpu_each(asked, machine) is asked
+
+
+def test_fewer_ranks_divide_a_global_batch_that_is_not_cut_into_lanes() -> None:
+    native = Dist(world_size=4, batch_size_per_gpu=None, global_batch=256, lanes=None, reduction="native")
+    assert fewer_ranks(native, 3) == {"world_size": 2}
+    assert fewer_ranks(Dist(world_size=4, batch_size_per_gpu=None, global_batch=256), 3) == {"world_size": 3}

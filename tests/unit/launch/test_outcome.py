@@ -159,6 +159,22 @@ def test_a_rank_that_failed_again_and_again_is_described_with_the_reason_for_giv
 
 
 @pytest.mark.parametrize(
+    ("dist", "words"),
+    [
+        ({"batch_size_per_gpu": None, "global_batch": 256}, "lower dist.global_batch (256) or raise dist.lanes (4)"),
+        ({"lanes": None, "reduction": "native"}, "lower dist.batch_size_per_gpu (128) or raise dist.accumulation (1)"),
+        (
+            {"lanes": None, "reduction": "native", "batch_size_per_gpu": None, "global_batch": 256},
+            "lower dist.global_batch (256) or raise dist.accumulation (1)",
+        ),
+    ],
+)
+def test_what_helps_where_memory_is_short_is_what_has_an_effect(dist: dict[str, object], words: str) -> None:
+    said = describe(replace(FAILED, exit_code=-9, oom_killed=True), Config.model_validate({"dist": dist}))
+    assert said == f"rank 1 ran out of memory in step 7; {words}, or give it more memory"
+
+
+@pytest.mark.parametrize(
     ("failure", "words"),
     [
         (FAILED, "rank 1 failed in step 7: ValueError: no"),

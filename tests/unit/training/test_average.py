@@ -7,25 +7,25 @@ from pipeline.training.state import State
 from tests.unit.training.test_checkpoint import descend, parts
 
 
-def test_it_is_torchs_exponential_moving_average() -> None:
-    state = State(*parts(), ema_decay=0.9)
-    reference = torch.optim.swa_utils.AveragedModel(state.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-    for step in range(4):
+def test_it_moves_towards_the_weights_and_the_statistics_by_less_and_less_down_to_one_minus_decay() -> None:
+    state = State(*parts(), ema_decay=0.3)
+    expected = {name: value.clone() for name, value in state.weights().items() if value.is_floating_point()}
+    assert state.average.parts.keys() == expected.keys()
+    assert any("running_mean" in name for name in expected)
+    # The decay is 1/10, 2/11, 3/12, 0.3 from then on.
+    for step, decay in enumerate([1 / 10, 2 / 11, 3 / 12, 0.3, 0.3]):
         descend(state.model, state.optimizer, range(step, step + 1))
-        state.average.update()
-        reference.update_parameters(state.model)
-        if step == 0:
-            # torch begins with the weights after the first step, we with those before it.
-            for mine, theirs in zip(state.average.parts.values(), reference.module.parameters(), strict=True):
-                theirs.data.copy_(mine)
-    for mine, theirs in zip(state.average.parts.values(), reference.module.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs.detach())
+        state.average.update(step)
+        now = state.weights()
+        expected = {name: decay * value + (1 - decay) * now[name] for name, value in expected.items()}
+        for name, value in expected.items():
+            torch.testing.assert_close(state.average.parts[name], value)
 
 
 def test_it_takes_the_place_of_the_weights_for_a_while() -> None:
     state = State(*parts(), ema_decay=0.5)
     descend(state.model, state.optimizer, range(2))
-    state.average.update()
+    state.average.update(1)
     before = {name: value.clone() for name, value in state.weights().items()}
     with state.average.in_place():
         inside = {name: value.clone() for name, value in state.weights().items()}
@@ -38,7 +38,7 @@ def test_it_takes_the_place_of_the_weights_for_a_while() -> None:
 def test_it_goes_on_from_a_checkpoint() -> None:
     state, other = (State(*parts(), ema_decay=0.9) for _ in range(2))
     descend(state.model, state.optimizer, range(3))
-    state.average.update()
+    state.average.update(1)
     other.load({name: value.clone() for name, value in state.whole()})
     for mine, theirs in zip(state.average.parts.values(), other.average.parts.values(), strict=True):
         assert torch.equal(mine, theirs)
@@ -47,7 +47,7 @@ def test_it_goes_on_from_a_checkpoint() -> None:
 def test_without_a_decay_there_is_none() -> None:
     state = State(*parts())
     average = Average(dict(state.model.named_parameters()), None)
-    average.update()
+    average.update(1)
     with average.in_place():
         assert average.parts == {}
     assert not any(name.startswith("average.") for name, _ in state.whole())

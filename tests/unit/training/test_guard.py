@@ -98,6 +98,20 @@ def test_nothing_that_is_not_finite_is_kept(value: float) -> None:
             trained.guard.check(9)
 
 
+def test_a_weight_that_is_bad_on_one_rank_alone_ends_all_of_them(thread_ranks: Callable[..., list[Any]]) -> None:
+    def check(group: Ranks) -> str:
+        trained = Trained()
+        guard = NonFiniteGuard(State(trained.model, trained.optimizer), group, lambda step: "")
+        if group.rank == 1:
+            trained.model[0].weight.data[0, 0] = math.nan
+        with pytest.raises(Diverged) as raised:
+            guard.check(3)
+        return str(raised.value)
+
+    said = thread_ranks(2, check)
+    assert [one.split(" holds ")[0] for one in said] == ["training diverged: another rank", "training diverged: 0.weight"]
+
+
 def test_figures_are_returned_if_they_are_finite() -> None:
     figures = {"train/loss": 0.5, "train/accuracy": 0.0}
     assert finite(figures, 3) is figures
@@ -108,7 +122,9 @@ def test_figures_are_returned_if_they_are_finite() -> None:
 def test_an_allocation_that_failed_is_an_error_also_if_nobody_reported_it() -> None:
     check_kernels({})
     check_kernels({"num_ooms": 0})
-    with pytest.raises(MachineError, match=r"^the GPU's memory was too short for a kernel's workspace.*; free the GPU, or lower "):
+    with pytest.raises(
+        MachineError, match=r"^the GPU's memory was too short for a kernel's workspace.*; free the GPU, or compute fewer images at once: "
+    ):
         check_kernels({"num_ooms": 1})
 
 

@@ -87,3 +87,25 @@ def test_what_was_saved_before_a_divergence_is_written_and_journaled(tmp_path: P
         "step-00000004.safetensors",
     ]
     assert [line["step"] for line in read(tmp_path / "journal.jsonl") if line["kind"] == CHECKPOINT] == [2, 4]
+
+
+def test_a_divergence_is_said_also_where_nothing_can_be_written_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(checkpoint, "atomic_write", broken)
+    # It is heard of at the end only.
+    monkeypatch.setattr(checkpoint.Checkpoints, "written", lambda self: iter(()))
+    with pytest.raises(Diverged, match="the gradient of step 2 is not finite"):
+        run(tmp_path, bad_step=2)
+
+
+def test_a_checkpoint_that_the_journal_does_not_know_is_announced_when_it_is_restored(tmp_path: Path) -> None:
+    run(tmp_path)
+    journal = tmp_path / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    last = max(index for index, line in enumerate(lines) if '"checkpoint"' in line)
+    # As a kill between the two leaves it.
+    journal.write_text("".join(lines[:last]))
+    for _ in range(2):
+        assert [line["step"] for line in run(tmp_path) if line["kind"] == CHECKPOINT] == [2, 4, 6]

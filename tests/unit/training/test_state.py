@@ -33,3 +33,5 @@ def test_a_state_of_another_model_is_refused() -> None:
     del tensors["model.3.bias"]
     with pytest.raises(RuntimeError, match=r"of another model: 3\.bias is not in both"):
         state.load(tensors)
+    with pytest.raises(RuntimeError, match=r"of another model: 3\.bias has the shape \[1\] there"):
+        state.load(tensors | {"model.3.bias": torch.zeros(1)})
