@@ -22,7 +22,7 @@ from pipeline.parallel import Strategy, ddp
 from pipeline.parallel.lane_buffers import LaneBuffers
 from pipeline.parallel.lanes import Lanes, Task, Totals, TreeNode, push
 from pipeline.parallel.ordered import OrderedSum, add
-from pipeline.parallel.remainders import Remainders, one_by_one
+from pipeline.parallel.remainders import Remainders, remainder, vector_elements
 from pipeline.ranks import Ranks
 
 
@@ -41,7 +41,7 @@ class Fsdp:
     def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, ordered: bool):
         self._task, self._lanes, self._ranks, self._ordered = task, lanes, ranks, ordered
         model: Any = task.model
-        singles = {name: one_by_one(one) for name, one in model.named_parameters()}
+        remainders = {name: remainder(one) for name, one in model.named_parameters()}
         keep_layouts(model)
         first_weights(model)
         mesh = init_device_mesh(ranks.device.type, (ranks.size,))
@@ -60,13 +60,15 @@ class Fsdp:
         self._shared: dict[str, Any] = dict(model.named_parameters())
         # The same memory: what the optimizer does to these, it does to FSDP's.
         self.parameters = {name: Parameter(one.detach().to_local(), one.requires_grad) for name, one in self._shared.items()}
-        self._singles = {name: self.part(name, one) for name, one in singles.items()}
+        self._remainders = [
+            (own, self.part(name, remainders[name]), remainders[name].numel() % vector_elements()) for name, own in self.parameters.items()
+        ]
         self._buffers = LaneBuffers(model, lanes, ranks)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Let each element's update have the bits that it has in the whole tensor's."""
         if self._ordered and self._ranks.device.type == "cpu":
-            Remainders(self.parameters, self._singles, optimizer)
+            Remainders(self._remainders, optimizer)
 
     def backward(self, step: int) -> Totals:
         """Gradients of the mean loss over the global batch, and the step's totals."""
@@ -131,7 +133,7 @@ def keep_layouts(model: nn.Module) -> None:
     for one in model.modules():
         # By strides: with one channel, or one pixel, a weight is contiguous in both orders.
         if isinstance(one, nn.Conv2d) and one.weight.stride() != torch.empty(one.weight.shape, device="meta").stride():
-            one.forward = partial(forward, one)
+            one.forward = partial(forward, one)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def first_weights(model: nn.Module) -> None:

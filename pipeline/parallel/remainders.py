@@ -1,12 +1,11 @@
-"""Fused optimizers on a CPU compute a tensor in SIMD vectors and its last few elements one by one; both round differently.
+"""Fused optimizers on a CPU compute a tensor in SIMD vectors and its remainder, the last few elements, by other instructions.
 
-A share ends elsewhere than its tensor. Here the elements for which that makes a difference are updated once more, as the whole
-tensor's would be, so that nobody can tell from its bits where a share ends.
+Both round differently, and a share has another remainder than its tensor. The elements of both remainders are updated once more,
+as the whole tensor's are, so that no bit tells where a share ends.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +18,10 @@ def vector_elements() -> int:
     return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 
 
-def one_by_one(whole: Tensor) -> Tensor:
-    """True for the elements of a dense tensor that are computed one by one: the last ones in memory."""
+def remainder(whole: Tensor) -> Tensor:
+    """For each element of a dense tensor its place in the remainder, which is the last in memory; -1 for those in vectors."""
     places = torch.arange(whole.numel()).as_strided(whole.shape, whole.stride())
-    return places >= whole.numel() - whole.numel() % vector_elements()
+    return (places - (whole.numel() - whole.numel() % vector_elements())).clamp(min=-1)
 
 
 @dataclass(frozen=True)
@@ -30,25 +29,27 @@ class Piece:
     """Some elements of a share, and a tensor in which they are computed otherwise than in the share."""
 
     share: Parameter
-    places: Tensor
+    # Where they are in the share, and in the other tensor.
+    here: Tensor
+    there: Tensor
     alone: Parameter
 
     def take(self, values: Tensor) -> Tensor:
         """These elements of a tensor that belongs to the share."""
         taken = torch.zeros_like(self.alone)
-        taken[: len(self.places)] = values.view(-1)[self.places]
+        taken[self.there] = values.view(-1)[self.here]
         return taken
 
     def give(self, values: Tensor, to: Tensor) -> None:
         """Put them back."""
-        to.view(-1)[self.places] = values[: len(self.places)]
+        to.view(-1)[self.here] = values[self.there]
 
 
 class Remainders:
-    """The elements of this rank's shares that end up on the other side, and an optimizer of their own."""
+    """The elements of remainders that this rank has, and an optimizer of their own."""
 
-    def __init__(self, shares: Mapping[str, Parameter], singles: Mapping[str, Tensor], optimizer: Optimizer):
-        self._pieces = [piece for name, share in shares.items() for piece in pieces(share, singles[name])]
+    def __init__(self, shares: Iterable[tuple[Parameter, Tensor, int]], optimizer: Optimizer):
+        self._pieces = [piece for share in shares for piece in pieces(*share)]
         if not self._pieces:
             return
         self._optimizer, self._own = optimizer, type(optimizer)([one.alone for one in self._pieces], fused=True)  # pyright: ignore
@@ -60,7 +61,7 @@ class Remainders:
         """Take what they were before the update."""
         (group,), (own,) = self._optimizer.param_groups, self._own.param_groups
         own.update({key: value for key, value in group.items() if key != "params"})
-        self._own.found_inf = self._optimizer.found_inf  # pyright: ignore
+        self._own.found_inf = getattr(self._optimizer, "found_inf", None)  # pyright: ignore
         for one in self._pieces:
             one.alone.copy_(one.take(one.share.detach()))
             one.alone.grad = None if one.share.grad is None else one.take(one.share.grad)
@@ -80,12 +81,13 @@ class Remainders:
                     one.give(value, self._optimizer.state[one.share][key])
 
 
-def pieces(share: Parameter, singles: Tensor) -> Iterator[Piece]:
-    """What is computed one by one in the whole and in a vector here, and the other way round."""
-    here = torch.zeros(share.numel(), dtype=torch.bool)
-    here[share.numel() - share.numel() % vector_elements() :] = True
-    there = singles.flatten()
-    for elements, size in ((there & ~here, None), (here & ~there, vector_elements())):
-        places = elements.nonzero().flatten()
-        if len(places):
-            yield Piece(share, places, Parameter(torch.zeros(size or len(places))))
+def pieces(share: Parameter, places: Tensor, remainder_elements: int) -> Iterator[Piece]:
+    """What belongs to the whole tensor's remainder, at its place in it, and what is in a vector there and not here."""
+    there, here = places.flatten(), torch.arange(share.numel())
+    single = (there >= 0).nonzero().flatten()
+    if len(single):
+        yield Piece(share, single, there[single], Parameter(torch.zeros(remainder_elements)))
+    last = share.numel() - share.numel() % vector_elements()
+    vector = ((here >= last) & (there < 0)).nonzero().flatten()
+    if len(vector):
+        yield Piece(share, vector, torch.arange(len(vector)), Parameter(torch.zeros(vector_elements())))

@@ -54,8 +54,8 @@ def test_what_one_strategy_saves_any_other_goes_on_from(tmp_path: Path, run_rank
             last = stop == len(chain)
             one = job(tmp_path, case, strategy, size, "passed on")
             ((digest, step),) = run_ranks(size, (trained, (one, None if last else 3 * stop)))[0]
-            # The question put after the signal is answered one step later.
-            assert step == (steps_of(case) if last else 3 * stop + 1), (strategy, size)
+            # The question put after the signal is answered one step later, unless it came in time for the one before.
+            assert step in ([steps_of(case)] if last else [3 * stop, 3 * stop + 1]), (strategy, size)
         assert digest == expected
 
 
