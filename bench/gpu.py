@@ -36,6 +36,7 @@ TESTS = {
         RANKS + "test_gpu.py",
         RANKS + "test_figures.py",
         RANKS + "test_divergence.py",
+        RANKS + "test_gpu_jobs.py",
         "-k",
         "not every_model",
     ],

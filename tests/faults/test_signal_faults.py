@@ -135,10 +135,16 @@ def test_a_plain_torchrun_takes_the_same_ranks_to_the_same_end(baseline: Experim
     process.communicate(timeout=60)
     assert process.returncode == 75
     (job,) = experiment.run_folder.glob("logs/*/job.json")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     words = [*torchrun, "-m", "pipeline.training.train_rank", str(job)]
-    plain = subprocess.run(words, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=200)
-    assert plain.returncode == 0, plain.stderr
+    plain = subprocess.Popen(words, cwd=ROOT, env=clean_environment(), stderr=subprocess.PIPE, text=True)
+    # It starts lost ranks again by itself.
+    wait_for_step(experiment, 60, plain)
+    (lost,) = [one for one in psutil.Process(plain.pid).children() if one.environ().get("RANK") == "1"]
+    lost.kill()
+    _, said = plain.communicate(timeout=200)
+    assert plain.returncode == 0, said
+    assert "exitcode: -9" in said
     assert experiment.journal("finished")
     experiment.run("train")
     same_figures(experiment, baseline)

@@ -77,6 +77,9 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=rf"^{path}: cannot be read: Is a directory$"):
         load(path)
     path.rmdir()
+    path.write_text("[" * 5000)
+    with pytest.raises(ConfigError, match=rf"^{path}: not YAML: maximum recursion depth exceeded"):
+        load(path)
     path.write_bytes(b"seed: 1 # \xff")
     with pytest.raises(ConfigError, match=rf"^{path}: not YAML: 'utf-8' codec can't decode byte 0xff"):
         load(path)

@@ -16,6 +16,7 @@ NATIVE = {"reduction": "native", "lanes": None}
 BESIDE: dict[str, dict[str, Any]] = {
     "dist.lanes": {"world_size": 1},
     "dist.batch_size_per_gpu": {"world_size": 1, "lanes": 1},
+    "dist.global_batch": {"world_size": 1, "lanes": 1, "batch_size_per_gpu": None},
     "train.base_batch": {"scale_learning_rate": "sqrt"},
 }
 
@@ -49,7 +50,7 @@ BOUNDS = {
     "dist.world_size": ([1], [0, -1]),
     "dist.nodes": ([1, 2], [0, -1]),
     "dist.batch_size_per_gpu": ([1], [0, -1]),
-    "dist.global_batch": ([None, 256], [0, -1]),
+    "dist.global_batch": ([1, 256], [0, -1]),
     "dist.accumulation": ([1], [0, -1]),
     "dist.lanes": ([1], [0, -1]),
     "dist.threads_per_rank": ([1], [0]),
@@ -191,6 +192,8 @@ def test_a_global_batch_is_said_as_such_or_for_every_rank() -> None:
     assert (said.images_per_step, said.pieces_per_rank, said.batch_key) == (256, [2, 1, 1], "global_batch")
     both = Dist(world_size=4, batch_size_per_gpu=64, global_batch=256)
     assert (both.images_per_step, both.batch_key) == (256, "batch_size_per_gpu")
+    assert Dist(world_size=2, batch_size_per_gpu=32, accumulation=2, global_batch=128).images_per_step == 128
+    assert Dist(world_size=2, batch_size_per_gpu=None, accumulation=2, global_batch=128, **NATIVE).images_per_step == 128
     for values, why in (
         ({"world_size": 3, "global_batch": 256}, r"256 is not world_size x batch_size_per_gpu x accumulation \(3 x 128 x 1 = 384\)"),
         ({"batch_size_per_gpu": None}, "batch_size_per_gpu: is missing; set it, or global_batch"),

@@ -46,6 +46,7 @@ def test_an_earlier_start_is_no_word_of_the_newest(job: Job) -> None:
     again = [STARTED, {"kind": "metrics", "at": 0, "step": 22, "values": {}}]
     assert judged(job, LaunchResult(stopped_by=signal.SIGTERM, exit_code=1), FINISHED, *again).step == 22
     assert judged(job, LaunchResult(exit_code=1, failures=[FAILED]), SAVED, STARTED).outcome == "failed"
+    assert judged(job, LaunchResult(exit_code=-15, failures=[FAILED]), SAVED, STARTED).outcome == "failed"
 
 
 def test_a_run_without_figures_ended_in_step_0(job: Job) -> None:

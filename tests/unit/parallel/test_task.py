@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import draw_seed
-from pipeline.parallel.lanes import Lanes, Task, Totals, fold, seed_draws
+from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, fold, seed_draws
 from pipeline.ranks import Ranks
 
 
@@ -122,3 +122,11 @@ def test_the_last_blocks_are_added_first() -> None:
 def test_what_a_strategy_is_given_cannot_be_changed(whole: object, name: str) -> None:
     with pytest.raises(FrozenInstanceError):
         setattr(whole, name, 1)
+
+
+def test_a_strategy_that_holds_the_whole_model_shares_nothing_out() -> None:
+    model = nn.Linear(2, 3)
+    whole = Replicated(model)
+    assert not whole.sharded
+    assert whole.parameters == dict(model.named_parameters())
+    assert whole.part("weight", model.weight) is whole.whole("weight", model.weight) is model.weight

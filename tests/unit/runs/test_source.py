@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config import Config, ConfigError
 from pipeline.runs import source
-from pipeline.runs.source import RECORDS, source_digests
+from pipeline.runs.source import EVALUATE, RECORDS, source_digests
 from tests.kit.experiment import ROOT
 
 SYNTAX = """
@@ -96,6 +96,42 @@ def test_a_line_that_computes_is_another_experiment(package: Path, file: str, ol
     now = source_digests(LENET)
     name = file.removesuffix(".py").replace("/", ".")
     assert {key for key in here.keys() | now.keys() if here.get(key) != now.get(key)} == {name}
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "import pipeline.models.zoo",
+        "from pipeline.models import zoo",
+        "from pipeline.models.zoo import build",
+        "if SMALLEST_SIDE:\n    import pipeline.models.zoo",
+        "if TYPE_CHECKING:\n    pass\nelse:\n    import pipeline.models.zoo",
+    ],
+)
+def test_a_module_counts_however_it_is_imported(package: Path, lines: str) -> None:
+    (package / "models" / "lenet.py").write_text(f"{lines}\n")
+    assert "models.zoo" in source_digests(LENET)
+
+
+def test_a_package_of_others_is_not_ours_of_the_same_name(package: Path) -> None:
+    (package / "models" / "lenet.py").write_text("import stage\nfrom sync import run\n")
+    assert not {"stage", "sync"} & source_digests(LENET).keys()
+
+
+def test_what_records_is_left_out_and_evaluating_begins_elsewhere() -> None:
+    records = {
+        "files",
+        "heartbeat",
+        "job",
+        "runs.checkpoints",
+        "tracking.journal",
+        "timeouts",
+        "models.torchvision_names",
+        "training.stopping",
+    }
+    assert not records & source_digests(LENET).keys()
+    assert not records & source_digests(LENET, EVALUATE).keys()
+    assert ["training.evaluate_rank" in one for one in (source_digests(LENET, EVALUATE), source_digests(LENET))] == [True, False]
 
 
 def test_another_model_or_strategy_is_another_source() -> None:

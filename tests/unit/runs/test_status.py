@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.runs.status import INTERRUPTED, STOPPED, TERMINATED, Outcome, message, running
+from pipeline.runs.status import INTERRUPTED, STOPPED, TERMINATED, Outcome, StopRequested, message, running
 
 STOP = Outcome("stopped", 75, "stopped on request at step 20", None, 20, "runs/a/checkpoints/step-00000020.safetensors", "dvc repro")
 
@@ -68,3 +68,7 @@ def test_a_cause_that_names_its_cure_stands_alone(outcome: str) -> None:
 def test_an_ending_cannot_be_changed() -> None:
     with pytest.raises(FrozenInstanceError):
         STOP.step = 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_stop_request_ends_with_75() -> None:
+    assert StopRequested.exit_code == 75
