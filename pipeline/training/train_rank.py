@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Generator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -140,10 +141,7 @@ def train(job: Job, group: Ranks, journal: Writer, executor: Executor | None = N
     state = State(model, optimizer, strategy, config.train.ema_decay)
     evaluation = Evaluation(validation, pixels, manifest.num_classes, group, hold, strategy.sharded)
     stop, steps = Stop(group, alarm_seconds(config.dist.grace_seconds)), plan(job, order)
-
-    def explain(step: int) -> str:
-        return write_diagnosis(job.run / "diverged.json", task, lanes, group, order.lane, step)
-
+    explain = partial(write_diagnosis, job.run / "diverged.json", task, lanes, group, order.lane)
     parts = loop.Parts(
         strategy=strategy,
         state=state,
