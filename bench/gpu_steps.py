@@ -67,7 +67,7 @@ def product(model_name: str, split: Split, group: ranks.Ranks, arm: tuple[str, s
     strategy, reduction, count = arm
     model, lanes = make_model(model_name).train(), Lanes([count], 0, BATCH)
     order = Order(1, len(split.labels), BATCH, count)
-    batches = Batches(split, order, augment.build("none", 1, len(split.labels)), Pixels([0.3], [0.35], DEVICE), lanes.own, hold=True)
+    batches = Batches(split, order, augment.build("none", 1, len(split.labels)), Pixels([0.3], [0.35], DEVICE), hold=True)
     task = Task(model, batches.lane, 1, 0.0, lambda: torch.autocast(DEVICE.type, torch.bfloat16))
     built, optimizer = (
         parallel.build(task, lanes, group, Dist.model_construct(strategy=strategy, reduction=reduction)),

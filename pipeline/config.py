@@ -90,7 +90,7 @@ class Dist(Section):
     algorithm: Literal["ring", "naive"] = "ring"
     reduction: Literal["ordered", "native"] = "ordered"
     lanes: int | None = Field(default=4, ge=1)
-    lanes_per_rank: list[int] | None = None
+    lanes_per_rank: list[int] | Literal["auto"] | None = None
     threads_per_rank: int = Field(default=1, ge=1)
     timeout_seconds: int = Field(default=300, ge=5)
     grace_seconds: int = Field(default=60, ge=1)
@@ -112,7 +112,7 @@ class Dist(Section):
 
     @property
     def pieces_per_rank(self) -> list[int]:
-        if self.lanes_per_rank is not None:
+        if isinstance(self.lanes_per_rank, list):
             return list(self.lanes_per_rank)
         whole, rest = divmod(self.pieces, self.world_size)
         return [whole + (rank < rest) for rank in range(self.world_size)]
@@ -122,6 +122,8 @@ class Dist(Section):
         self._check_batch()
         if self.strategy != "allreduce" and self.algorithm != "ring":
             raise ValueError(f"algorithm: only strategy: allreduce takes {self.algorithm}; set algorithm: ring")
+        if self.strategy == "fsdp" and self.lanes_per_rank == "auto":
+            raise ValueError("lanes_per_rank: fsdp computes in step, so ranks own equal numbers of lanes; set lanes_per_rank: null")
         if self.strategy == "fsdp" and len(set(self.pieces_per_rank)) > 1:
             raise ValueError(f"strategy: fsdp computes in step, and lanes ({self.lanes}) must be as many on every rank ({self.world_size})")
         if self.world_size % self.nodes:
@@ -160,7 +162,7 @@ class Dist(Section):
         if self.images_per_step % lanes:
             raise ValueError(f"lanes: {lanes} does not divide the global batch ({self.images_per_step}); set lanes or {self.batch_key}")
         own = self.lanes_per_rank
-        if own is not None and (len(own) != self.world_size or sum(own) != lanes or min(own) < 1):
+        if isinstance(own, list) and (len(own) != self.world_size or sum(own) != lanes or min(own) < 1):
             raise ValueError(f"lanes_per_rank: {own} must be {self.world_size} numbers of at least 1 that add up to lanes ({lanes})")
 
 

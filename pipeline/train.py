@@ -27,7 +27,7 @@ from pipeline.stop_signals import deferred
 from pipeline.timeouts import lock_seconds
 from pipeline.tracking import journal as journals
 from pipeline.tracking import receipt as receipts
-from pipeline.tracking.journal import CHECKPOINT, Journal
+from pipeline.tracking.journal import CHECKPOINT, LANES, Journal
 from pipeline.tracking.mirror_process import MirrorProcess, needs_sync, server_and_credentials
 from pipeline.tracking.mirror_state import read_state
 from pipeline.tracking.receipt import Receipt
@@ -102,7 +102,9 @@ def carry_out(job: Job, paths: Paths, lock: int, progress: Progress, facts: dict
     """Start the ranks; when they are done, complete the receipt and publish."""
 
     def finish(journal: Journal, run_id: Callable[[], str | None]) -> str:
-        write_receipt(job, facts | {"mlflow_run_id": run_id()})
+        by_speed = journals.last(job.journal, LANES)
+        placement = facts["placement"] | ({"lanes_per_rank": by_speed["per_rank"]} if by_speed else {})
+        write_receipt(job, facts | {"placement": placement, "mlflow_run_id": run_id()})
         receipt = publish(job.run, paths)
         journal_results(journal, job, receipt)
         return f"best validation accuracy {receipt.best.validation_accuracy:.4f} in epoch {receipt.best.epoch}"

@@ -34,8 +34,10 @@ def resident(splits: list[Split], device: torch.device, free_bytes: int) -> bool
 class Batches:
     """The lanes of a training split, in any order; where data stay on disk, the next lane of this rank is read ahead."""
 
-    def __init__(self, split: Split, order: Order, augment: Augment, pixels: Pixels, own: range, hold: bool):
-        self._order, self._augment, self._pixels, self._own = order, augment, pixels, own
+    def __init__(self, split: Split, order: Order, augment: Augment, pixels: Pixels, hold: bool):
+        self._order, self._augment, self._pixels = order, augment, pixels
+        # Which lanes of a step are read ahead.
+        self.own = range(1)
         self._images = torch.from_numpy(split.images)
         self._labels = torch.from_numpy(split.labels)
         self._reader = None if hold else ThreadPoolExecutor(max_workers=1)
@@ -62,7 +64,7 @@ class Batches:
         if self._reader is None:
             return self._gather(step, lane)
         ready = self._ahead[1] if self._ahead and self._ahead[0] == (step, lane) else self._reader.submit(self._gather, step, lane)
-        following = (step, lane + 1) if lane + 1 in self._own else (step + 1, self._own.start)
+        following = (step, lane + 1) if lane + 1 in self.own else (step + 1, self.own.start)
         result = ready.result()
         self._ahead = following, self._reader.submit(self._gather, *following)
         return result

@@ -14,6 +14,8 @@ from pipeline.files import fsync_path, make_folder
 
 # The kind of the line behind a saved checkpoint: a run that has one and finds no file has lost them.
 CHECKPOINT = "checkpoint"
+# The kind of the line that says how lanes were shared out by speed.
+LANES = "lanes"
 # The folder of the files, in a run's folder and in MLflow.
 CHECKPOINTS = "checkpoints"
 NUMBER = (int, float)
@@ -23,6 +25,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "started": {"stage": str, "tags": dict},
     "metrics": {"at": int, "step": int, "values": dict},
     CHECKPOINT: {"step": int},
+    LANES: {"per_rank": list},
     "note": {"text": str},
     "stopped": {"step": int},
     "finished": {"step": int, "weights_sha256": str},

@@ -163,6 +163,9 @@ class Mirror:
         self._client.update_run(self._state.run_id, status="RUNNING")
         self._on_tags(line)
 
+    def _on_lanes(self, line: dict[str, Any]) -> None:
+        self._on_tags({"tags": {"lockstep.lanes_per_rank": str(line["per_rank"])}})
+
     def _on_tags(self, line: dict[str, Any]) -> None:
         self._client.log_batch(self._state.run_id, tags=[self._tag(name, str(value)) for name, value in line["tags"].items()])
 

@@ -30,9 +30,10 @@ from pipeline.heartbeat import FINISHING
 from pipeline.job import Job
 from pipeline.models.pools import check_backward
 from pipeline.parallel.lanes import Lanes, Task
+from pipeline.parallel.shares import by_speed
 from pipeline.ranks import Ranks
 from pipeline.timeouts import alarm_seconds, collective_seconds
-from pipeline.tracking.journal import Journal, Silent, Writer
+from pipeline.tracking.journal import LANES, Journal, Silent, Writer
 from pipeline.training import loop, schedule
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.checkpoint_file import weights_sha256
@@ -124,17 +125,9 @@ def train(job: Job, group: Ranks, journal: Writer, executor: Executor | None = N
     pixels = Pixels(manifest.mean, manifest.std, group.device)
     model = build_model(job, manifest, group.device).train()
     check_backward(model, config.model.name, group.device)
-    lanes = Lanes(config.dist.pieces_per_rank, group.rank, config.dist.images_per_step)
-    order = Order(config.seed, manifest.counts["train"], lanes.global_batch, lanes.count)
     split, validation, hold = open_splits(job, group.device)
-    dtype = schedule.autocast_dtype(job.precision)
-    task = Task(
-        model,
-        batches(job, split, pixels, order, lanes.own, hold).lane,
-        config.seed,
-        config.train.label_smoothing,
-        lambda: torch.autocast(group.device.type, dtype, enabled=dtype is not None),
-    )
+    order = Order(config.seed, len(split.labels), config.dist.images_per_step, config.dist.pieces)
+    task, lanes = cut(job, model, batches(job, split, pixels, order, hold), group, journal)
     strategy = parallel.build(task, lanes, group, config.dist)
     optimizer = schedule.optimizer(config.train, list(strategy.parameters.values()))
     strategy.follow(optimizer)
@@ -151,11 +144,29 @@ def train(job: Job, group: Ranks, journal: Writer, executor: Executor | None = N
         checkpoints=Checkpoints(job.checkpoints, config.checkpoint.keep, group, job.journal, executor),
         journal=journal,
         stop=stop,
-        validate=lambda: evaluation(model, dtype, stop.agreed),
+        validate=lambda: evaluation(model, schedule.autocast_dtype(job.precision), stop.agreed),
     )
     step, finished = loop.run(steps, parts)
     stop.close()
     return state, step, finished
+
+
+def cut(job: Job, model: nn.Module, reader: Batches, group: Ranks, journal: Writer) -> tuple[Task, Lanes]:
+    """Return what is computed in a lane, and who owns which lanes."""
+    config, dtype = job.config, schedule.autocast_dtype(job.precision)
+    task = Task(
+        model,
+        reader.lane,
+        config.seed,
+        config.train.label_smoothing,
+        lambda: torch.autocast(group.device.type, dtype, enabled=dtype is not None),
+    )
+    lanes = Lanes(config.dist.pieces_per_rank, group.rank, config.dist.images_per_step)
+    if config.dist.lanes_per_rank == "auto":
+        lanes = by_speed(lanes, task, group)
+        journal.event(LANES, per_rank=lanes.per_rank)
+    reader.own = lanes.own
+    return task, lanes
 
 
 def open_splits(job: Job, device: torch.device) -> tuple[Split, Split, bool]:
@@ -164,10 +175,10 @@ def open_splits(job: Job, device: torch.device) -> tuple[Split, Split, bool]:
     return splits[0], splits[1], resident(splits, device, free_bytes(device))
 
 
-def batches(job: Job, split: Split, pixels: Pixels, order: Order, own: range, hold: bool) -> Batches:
-    """Return the training batches of one rank."""
+def batches(job: Job, split: Split, pixels: Pixels, order: Order, hold: bool) -> Batches:
+    """Return the training batches."""
     transform = augment.build(job.config.data.augment, job.config.seed, len(split.labels))
-    return Batches(split, order, transform, pixels, own, hold)
+    return Batches(split, order, transform, pixels, hold)
 
 
 def free_bytes(device: torch.device) -> int:

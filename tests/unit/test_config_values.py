@@ -221,6 +221,11 @@ def test_sharded_ranks_own_equal_numbers_of_lanes() -> None:
     assert Dist(world_size=3, batch_size_per_gpu=None, global_batch=24, lanes=6, strategy="fsdp").pieces_per_rank == [2, 2, 2]
     with pytest.raises(ValidationError, match=r"fsdp computes in step, and lanes \(4\) must be as many on every rank \(3\)"):
         Dist(world_size=3, batch_size_per_gpu=None, global_batch=24, strategy="fsdp")
+    with pytest.raises(ValidationError, match="lanes_per_rank: fsdp computes in step, so ranks own equal numbers of lanes"):
+        Dist(strategy="fsdp", lanes_per_rank="auto")
+    assert Dist(lanes_per_rank="auto").pieces_per_rank == [2, 2]
+    with pytest.raises(ValidationError, match="only reduction: ordered takes unequal ranks"):
+        Dist(lanes_per_rank="auto", **NATIVE)
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])

@@ -201,7 +201,8 @@ def test_batches_read_ahead_are_those_in_memory(own: range, tmp_path: Path) -> N
     manifest, split = store.read_manifest(job.prepared), store.open_split(job.prepared, "train")
     order = Order(1, len(split.labels), 96, 4)
     pixels = Pixels(manifest.mean, manifest.std, torch.device("cpu"))
-    made = [Batches(split, order, augment.build("crop-flip", 1, len(split.labels)), pixels, own, hold) for hold in (True, False)]
+    made = [Batches(split, order, augment.build("crop-flip", 1, len(split.labels)), pixels, hold) for hold in (True, False)]
+    made[1].own = own
     for step in (0, 1, 2, 10, 11, 12):
         for lane in own:
             (images, labels), (same_images, same_labels) = (batches.lane(step, lane) for batches in made)

@@ -1,0 +1,42 @@
+"""`dist.lanes_per_rank: auto`: lanes are shared out by the speed that each rank shows at the start."""
+
+import copy
+import statistics
+import time
+from dataclasses import replace
+
+import torch
+
+from pipeline.parallel.lanes import Lanes, Task
+from pipeline.ranks import Ranks
+
+TIMES = 5
+
+
+def by_speed(lanes: Lanes, task: Task, ranks: Ranks) -> Lanes:
+    """The same lanes, shared out so that the slowest rank is done as early as possible; every rank must call it."""
+    ranks.heartbeat.computing()
+    seconds = torch.tensor([[seconds_of(lanes.own.start, task)]], dtype=torch.float64, device=ranks.device)
+    return replace(lanes, per_rank=shares(lanes.count, ranks.gather_rows(seconds, [1] * ranks.size).flatten().tolist()))
+
+
+def shares(lanes: int, seconds: list[float]) -> list[int]:
+    """How many lanes each rank gets that needs so long for one; at least one each."""
+    found = [1] * len(seconds)
+    for _ in range(lanes - len(seconds)):
+        # Whoever is done first with one more.
+        found[min(range(len(seconds)), key=lambda rank: (found[rank] + 1) * seconds[rank])] += 1
+    return found
+
+
+def seconds_of(lane: int, task: Task) -> float:
+    """The median time of forward and backward of one lane, on a copy of the model; the first one is not counted."""
+    model, taken = copy.deepcopy(task.model), list[float]()
+    for _ in range(1 + TIMES):
+        started_at = time.perf_counter()
+        loss, row = task.forward(model, 0, lane)
+        loss.backward()
+        if row.is_cuda:
+            torch.cuda.synchronize(row.device)
+        taken.append(time.perf_counter() - started_at)
+    return statistics.median(taken[1:])
