@@ -144,7 +144,8 @@ def test_a_plain_torchrun_takes_the_same_ranks_to_the_same_end(baseline: Experim
     lost.kill()
     _, said = plain.communicate(timeout=200)
     assert plain.returncode == 0, said
-    assert "exitcode: -9" in said
+    # Of the one that was killed, or of the other, which lost it.
+    assert "failed (exitcode: " in said
     assert experiment.journal("finished")
     experiment.run("train")
     same_figures(experiment, baseline)

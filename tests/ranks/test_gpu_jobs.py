@@ -63,8 +63,8 @@ def test_a_killed_rank_on_a_gpu_costs_no_bit(tmp_path: Path, run_ranks, record_p
     record_property("seconds", {"cold start": round(cold_start, 2), "after SIGKILL": round(time.monotonic() - killed_at, 2)})
     _, said = process.communicate(timeout=240)
     assert process.returncode == 0, said
-    # It was lost, and began again from a checkpoint.
-    assert "exitcode: -9" in said
+    # Of the one that was killed, or of the other, which lost it.
+    assert "failed (exitcode: " in said
     assert last(job.journal, "finished")["weights_sha256"] == expected
 
 
