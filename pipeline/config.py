@@ -125,7 +125,8 @@ class Dist(Section):
         if self.strategy == "fsdp" and self.lanes_per_rank == "auto":
             raise ValueError("lanes_per_rank: fsdp computes in step, so ranks own equal numbers of lanes; set lanes_per_rank: null")
         if self.strategy == "fsdp" and len(set(self.pieces_per_rank)) > 1:
-            raise ValueError(f"strategy: fsdp computes in step, and lanes ({self.lanes}) must be as many on every rank ({self.world_size})")
+            why = f"lanes_per_rank: {self.lanes_per_rank}" if self.lanes_per_rank else f"lanes: {self.lanes} on {self.world_size} ranks"
+            raise ValueError(f"{why}: fsdp computes in step, so every rank owns as many; set another number, or strategy: ddp")
         if self.world_size % self.nodes:
             raise ValueError(f"nodes: {self.nodes} does not divide world_size ({self.world_size})")
         if self.reduction == "native":

@@ -66,6 +66,7 @@ class Ranks:
 
     def maximum(self, values: Tensor) -> None:
         """All-reduce to the largest value, in place."""
+        self.heartbeat.waiting()
         dist.all_reduce(values, dist.ReduceOp.MAX)
 
     def start_logical_or(self, flag: bool) -> Callable[[], bool]:

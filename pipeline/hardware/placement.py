@@ -52,7 +52,7 @@ def a_gpu_each(config: Config, machine: Machine) -> Config:
 
 def fewer_ranks(dist: Dist, most: int) -> dict[str, int]:
     """Return the settings of the same experiment with as many ranks as possible, but no more than `most` per machine."""
-    sizes = range(dist.nodes * max(most, 1), 0, -dist.nodes)
+    sizes = [size for size in range(dist.nodes * max(most, 1), 0, -dist.nodes) if dist.strategy != "fsdp" or dist.pieces % size == 0]
     if dist.batch_size_per_gpu is None and dist.reduction == "ordered":
         return {"world_size": sizes[0]}
     size = next(size for size in sizes if dist.images_per_step % (size * dist.accumulation) == 0)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from pipeline.config import Dist
+from pipeline.config import ConfigError, Dist
 from pipeline.parallel import Strategy, ddp
 from pipeline.parallel.lane_buffers import LaneBuffers
 from pipeline.parallel.lanes import Lanes, Task, Totals, TreeNode, push
@@ -28,23 +28,31 @@ from pipeline.ranks import Ranks
 
 def build(task: Task, lanes: Lanes, ranks: Ranks, settings: Dist) -> Strategy:
     """FSDP; alone, a rank has nobody to share with."""
+    if len(set(lanes.per_rank)) > 1:
+        raise ConfigError(f"dist.strategy: fsdp computes in step, and ranks own unequal numbers of lanes ({lanes.per_rank}); set ddp")
     if ranks.size == 1:
         return ddp.build(task, lanes, ranks, settings)
     return Fsdp(task, lanes, ranks, settings.reduction == "ordered")
 
 
 class Fsdp:
-    """One lane after another, on all ranks in step: each block's weights are gathered before it computes, and dropped after it."""
+    """One lane after another, on all ranks in step: each block's weights are gathered when it computes.
+
+    Between steps a rank has its shares alone. Within a step autograd keeps what was made of the weights (another type, another memory
+    order), and with several lanes a rank their gradients are kept whole.
+    """
 
     sharded = True
 
     def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, ordered: bool):
         self._task, self._lanes, self._ranks, self._ordered = task, lanes, ranks, ordered
         model: Any = task.model
-        remainders = {name: remainder(one) for name, one in model.named_parameters()}
+        on_cpu = ordered and ranks.device.type == "cpu"
+        remainders = {name: self.part(name, remainder(one)).clone() for name, one in model.named_parameters() if on_cpu}
         keep_layouts(model)
         first_weights(model)
-        mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+        # Of the same group, with its timeout.
+        mesh = DeviceMesh.from_group(dist.group.WORLD, ranks.device.type)
         self._sums: list[OrderedReduceScatter] = []
         for block in [*blocks(model), model]:
             # The root too: weights that it kept would miss an update.
@@ -55,20 +63,20 @@ class Fsdp:
             part.set_custom_all_gather(Gather(ranks))
             if ordered:
                 self._sums.append(OrderedReduceScatter(lanes, ranks))
-                part.set_custom_reduce_scatter(self._sums[-1])
+            part.set_custom_reduce_scatter(self._sums[-1] if ordered else Scatter(ranks))
         self._model: FSDPModule = model
         self._shared: dict[str, Any] = dict(model.named_parameters())
         # The same memory: what the optimizer does to these, it does to FSDP's.
         self.parameters = {name: Parameter(one.detach().to_local(), one.requires_grad) for name, one in self._shared.items()}
         self._remainders = [
-            (own, self.part(name, remainders[name]), remainders[name].numel() % vector_elements()) for name, own in self.parameters.items()
+            (self.parameters[name], places, self._shared[name].numel() % vector_elements()) for name, places in remainders.items()
         ]
         self._buffers = LaneBuffers(model, lanes, ranks)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Let each element's update have the bits that it has in the whole tensor's."""
-        if self._ordered and self._ranks.device.type == "cpu":
-            Remainders(self._remainders, optimizer)
+        Remainders(self._remainders, optimizer)
+        del self._remainders
 
     def backward(self, step: int) -> Totals:
         """Gradients of the mean loss over the global batch, and the step's totals."""
@@ -82,6 +90,8 @@ class Fsdp:
             last = lane == self._lanes.own[-1]
             self._buffers.before_lane(lane)
             self._ranks.heartbeat.computing()
+            for one in self._sums:
+                one.lane = lane
             if self._ordered:
                 # What FSDP adds up for earlier lanes is nothing; their gradients are kept by the sums.
                 self._drop_gradients()
@@ -92,6 +102,8 @@ class Fsdp:
             # A loss that is no number makes the gradients none either; any other is scaled exactly.
             (loss * (1 / self._lanes.global_batch + (loss - loss).detach())).backward()  # pyright: ignore[reportUnknownMemberType]
             rows.append(row)
+        for one in self._sums:
+            one.finish()
         for name, parameter in self.parameters.items():
             gradient = self._shared[name].grad
             parameter.grad = None if gradient is None else gradient.to_local()
@@ -99,7 +111,7 @@ class Fsdp:
         return Totals(rows, self._lanes, self._ranks)
 
     def _drop_gradients(self) -> None:
-        for one in self._shared.values():
+        for one in [*self._shared.values(), *self.parameters.values()]:
             one.grad = None
 
     def part(self, name: str, whole: Tensor) -> Tensor:
@@ -116,11 +128,21 @@ class Fsdp:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The model's parts with weights; of a sequence of parts, its parts."""
-    found: list[nn.Module] = []
-    for child in model.children():
-        found += blocks(child) if isinstance(child, nn.Sequential) else [child]
-    return [one for one in found if any(True for _ in one.parameters())]
+    """The model's parts that are gathered at once: large ones are cut into their parts, so that none is much of the model."""
+
+    def size(part: nn.Module) -> int:
+        return sum(one.numel() for one in part.parameters())
+
+    def cut(part: nn.Module) -> list[nn.Module]:
+        inner = [one for child in part.children() for one in cut(child)] if 4 * size(part) > size(model) or not callable_(part) else []
+        return [*inner, *([part] if size(part) and callable_(part) else [])]
+
+    return [one for child in model.children() for one in cut(child)]
+
+
+def callable_(part: nn.Module) -> bool:
+    """False for lists of modules, which nobody calls."""
+    return not isinstance(part, nn.ModuleList | nn.ModuleDict)
 
 
 def keep_layouts(model: nn.Module) -> None:
@@ -161,28 +183,52 @@ class Gather(AllGather):
         return work
 
 
-class OrderedReduceScatter(ReduceScatter):
-    """One block's gradients: those of earlier lanes are kept, and with the last one's this rank's share is summed over all lanes."""
+class Scatter(ReduceScatter):
+    """torch's own, with the same word."""
 
-    def __init__(self, lanes: Lanes, ranks: Ranks):
-        self._lanes, self._heartbeat, self._sum = lanes, ranks.heartbeat, OrderedSum(lanes, ranks)
-        self.start()
-
-    def start(self) -> None:
-        """A step begins."""
-        self._own = iter(self._lanes.own)
-        self._stack: list[TreeNode[Tensor]] = []
+    def __init__(self, ranks: Ranks):
+        self._heartbeat = ranks.heartbeat
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Fresh memory."""
         return torch.empty(*size, dtype=dtype, device=device)
 
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: "dist.ProcessGroup", op: Any, async_op: bool = False) -> Any:
+        """Reduce-scatter."""
+        self._heartbeat.waiting()
+        work = dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+        self._heartbeat.computing()
+        return work
+
+
+class OrderedReduceScatter(Scatter):
+    """One block's gradients: those of earlier lanes are kept, and with the last one's this rank's share is summed over all lanes."""
+
+    def __init__(self, lanes: Lanes, ranks: Ranks):
+        super().__init__(ranks)
+        self._own, self._sum = lanes.own, OrderedSum(lanes, ranks)
+        self.start()
+
+    def start(self) -> None:
+        """A step begins."""
+        self._seen: list[int] = []
+        self._stack: list[TreeNode[Tensor]] = []
+        self.lane = -1
+
+    def finish(self) -> None:
+        """A step ends: a block is part of all lanes or of none."""
+        assert self._seen in ([], list(self._own)), "a block without a gradient in some of the lanes"
+
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
-        """Take the gradients of the next lane, cut for all ranks; the output holds something after the last one."""
-        lane = next(self._own)
-        push(self._stack, (lane, 1, input_tensor), add)
-        if lane != self._lanes.own[-1]:
+        """Take the gradients of a lane, cut for all ranks; the output holds something after the last one."""
+        self._seen.append(self.lane)
+        if input_tensor.is_cuda:
+            # It is kept here longer than FSDP keeps it, and read on this stream.
+            input_tensor.record_stream(torch.cuda.current_stream(input_tensor.device))
+        push(self._stack, (self.lane, 1, input_tensor), add)
+        if self.lane != self._own[-1]:
             return
         self._heartbeat.waiting()
         output_tensor.copy_(self._sum.share(self._sum.scatter(self._stack, input_tensor)))
+        self._stack = []
         self._heartbeat.computing()

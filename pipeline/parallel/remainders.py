@@ -21,7 +21,7 @@ def vector_elements() -> int:
 def remainder(whole: Tensor) -> Tensor:
     """For each element of a dense tensor its place in the remainder, which is the last in memory; -1 for those in vectors."""
     places = torch.arange(whole.numel()).as_strided(whole.shape, whole.stride())
-    return (places - (whole.numel() - whole.numel() % vector_elements())).clamp(min=-1)
+    return (places - (whole.numel() - whole.numel() % vector_elements())).clamp(min=-1).to(torch.int8)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Remainders:
 
 def pieces(share: Parameter, places: Tensor, remainder_elements: int) -> Iterator[Piece]:
     """What belongs to the whole tensor's remainder, at its place in it, and what is in a vector there and not here."""
-    there, here = places.flatten(), torch.arange(share.numel())
+    there, here = places.flatten().long(), torch.arange(share.numel())
     single = (there >= 0).nonzero().flatten()
     if len(single):
         yield Piece(share, single, there[single], Parameter(torch.zeros(remainder_elements)))

@@ -12,8 +12,13 @@ from torch import Tensor
 
 def weights_sha256(tensors: dict[str, Tensor]) -> str:
     """Return the SHA-256 of a model: name, dtype, shape and bytes of all tensors, sorted by name."""
+    return sha256_of(sorted(tensors.items()))
+
+
+def sha256_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """The same of tensors that come one by one, in the order of their names."""
     total = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
+    for name, tensor in tensors:
         whole = tensor.detach().cpu().contiguous()
         total.update(f"{name} {whole.dtype} {list(whole.shape)}\n".encode())
         total.update(whole.view(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b"")

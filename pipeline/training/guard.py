@@ -52,8 +52,9 @@ class NonFiniteGuard:
     def observe(self) -> None:
         """Record whether a gradient is non-finite; call it between backward and the update."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        largest = torch.stack(torch._foreach_norm(gradients, math.inf))  # pyright: ignore
-        self._bad.copy_(torch.maximum(self._bad, (~largest.isfinite()).any().float()))
+        if gradients:
+            largest = torch.stack(torch._foreach_norm(gradients, math.inf))  # pyright: ignore
+            self._bad.copy_(torch.maximum(self._bad, (~largest.isfinite()).any().float()))
         if self._state.sharded:
             self._ranks.maximum(self._bad)
         self._good_steps += self._bad == 0
@@ -71,7 +72,7 @@ class NonFiniteGuard:
         self.raise_if_diverged()
         kept = {name.removeprefix(MODEL): part for name, _, part in self._state.parts() if part.is_floating_point() and part.numel()}
         # One look at the device, however many there are.
-        good = torch.stack(torch._foreach_norm(list(kept.values()), math.inf)).isfinite().tolist()  # pyright: ignore
+        good = torch.stack(torch._foreach_norm(list(kept.values()), math.inf)).isfinite().tolist() if kept else []  # pyright: ignore
         bad = [name for name, one in zip(kept, good, strict=True) if not one]
         # Always asked: a rank whose memory lost a bit must not leave the others in a save.
         self._ranks.heartbeat.waiting()

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from pipeline.parallel import Holding
 from pipeline.parallel.lanes import Replicated
 from pipeline.training.average import Average
+from pipeline.training.checkpoint_file import sha256_of
 
 MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
 
@@ -41,11 +42,19 @@ class State:
         """Yield names that begin like this, and whole tensors; where ranks hold parts, every rank must take all of them."""
         for name, parameter, part in self.parts():
             if name.startswith(prefix):
-                yield name, part if parameter is None else self._holding.whole(parameter, part)
+                yield name, self._whole(parameter, part)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the whole weights and buffers; every rank must call it."""
         return {name.removeprefix(MODEL): value for name, value in self.whole(MODEL)}
+
+    def weights_sha256(self) -> str:
+        """Return the digest of the whole weights and buffers; every rank must call it. No rank has all of them at once."""
+        parts = sorted((part for part in self.parts() if part[0].startswith(MODEL)), key=lambda part: part[0])
+        return sha256_of((name.removeprefix(MODEL), self._whole(parameter, part)) for name, parameter, part in parts)
+
+    def _whole(self, parameter: str | None, part: Tensor) -> Tensor:
+        return part if parameter is None else self._holding.whole(parameter, part)
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Take whole tensors, as `whole` yields them."""

@@ -36,7 +36,6 @@ from pipeline.timeouts import alarm_seconds, collective_seconds
 from pipeline.tracking.journal import LANES, Journal, Silent, Writer
 from pipeline.training import loop, schedule
 from pipeline.training.checkpoint import Checkpoints
-from pipeline.training.checkpoint_file import weights_sha256
 from pipeline.training.clipping import Clipping
 from pipeline.training.evaluation import Evaluation
 from pipeline.training.export import export
@@ -61,7 +60,7 @@ def main(job: Job) -> None:
         if not finished:
             journal.event("stopped", step=step)
             return
-        digest = weights_sha256(state.weights())
+        digest = state.weights_sha256()
         group.while_others_wait(lambda: export(job), FINISHING)
         journal.event("finished", step=step, weights_sha256=digest)
 

@@ -1,16 +1,22 @@
 """FSDP: shares of the weights on every rank, and the bits of DDP."""
 
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from pipeline import models
 from pipeline.job import Job
+from pipeline.parallel import fsdp
 from pipeline.tracking.journal import Silent
 from pipeline.training import train_rank
+from pipeline.training.guard import Diverged
 from tests.kit.experiment import make_job
 from tests.ranks.test_bits import Placement, job_of, steps_of, trained
-from tests.ranks.test_divergence import SHAPE, diverged
+from tests.ranks.test_divergence import SHAPE, STEP, diverged
 
 pytestmark = pytest.mark.slow
 LENET, ADAMW, RESNET = "lenet, crop-flip, bf16", "mlp with dropout, adamw, bf16", "resnet18, crop-flip, fp32"
@@ -80,3 +86,43 @@ def test_a_nan_on_one_rank_ends_all_of_them_alike(tmp_path: Path, run_ranks, kin
     said = [text for (text,) in run_ranks(2, (diverged, (one, kind)))]
     assert said[0] == said[1]
     assert "the gradient of step 7 is not finite, and no weight was updated since" in said[0]
+
+
+def broken(group: Any, job: Job) -> str:
+    """What is said by a training in which one number of one rank's share of the gradients is NaN."""
+    patch, steps = pytest.MonkeyPatch(), Counter[Any]()
+    reduce_scatter = fsdp.OrderedReduceScatter.__call__
+
+    def breaking(self: Any, output: torch.Tensor, *rest: Any) -> None:
+        reduce_scatter(self, output, *rest)
+        if self.lane == self._own[-1]:
+            steps[self] += 1
+            if steps[self] == 1 + STEP and group.rank == 1:
+                output.view(-1)[0] = math.nan
+
+    patch.setattr(fsdp.OrderedReduceScatter, "__call__", breaking)
+    train_rank.fix_bits(1)
+    try:
+        with pytest.raises(Diverged) as error:
+            train_rank.train(job, group, Silent())
+    finally:
+        patch.undo()
+    return str(error.value)
+
+
+def test_a_nan_in_one_ranks_share_ends_all_of_them_alike(tmp_path: Path, run_ranks) -> None:
+    said = [text for (text,) in run_ranks(2, (broken, (make_job(tmp_path, **SHAPE, dist__strategy="fsdp"),)))]
+    assert said[0] == said[1]
+    assert f"the gradient of step {STEP} is not finite, and no weight was updated since" in said[0]
+
+
+def test_a_block_is_no_large_part_of_a_model_that_has_parts() -> None:
+    for name in ("resnet18", "torchvision:resnet50", "torchvision:vit_b_16", "torchvision:maxvit_t", "torchvision:densenet121"):
+        model = models.build(name, 1, 224, 10).to("meta")
+        whole = sum(one.numel() for one in model.parameters())
+        assert fsdp.blocks(model)
+        for block in fsdp.blocks(model):
+            inside = {id(one) for other in block.modules() if other is not block and other in fsdp.blocks(model) for one in other.parameters()}
+            rest = sum(one.numel() for one in block.parameters() if id(one) not in inside)
+            leaf = not any(True for _ in block.children())
+            assert leaf or rest <= whole / 4, (name, rest / whole)

@@ -175,11 +175,12 @@ def test_ordered_equals_one_process_bit_for_bit_on_any_ranks(device: str, run_ra
     assert checked == dict.fromkeys(STRATEGIES, 17 + 17 + 10) | {"ddp": 3 * 17, "fsdp": 3 * 7}
 
 
-def test_fsdp_has_the_bits_of_one_process_on_three_ranks_too(run_ranks) -> None:
-    """Which no parameter's rows can be shared by evenly, and of some not every rank has one."""
-    work = [(with_strategy, ("fsdp", "ordered", name, [2, 2, 2], bf16)) for name, bf16 in CASES]
-    for (name, bf16), (sha256, _, totals) in zip(CASES, run_ranks(3, *work)[0], strict=True):
-        expected, _, expected_totals = one_process(name, 6, bf16)
+@pytest.mark.parametrize("share", [[2, 2, 2], [3, 3], [4, 4], [5, 5]], ids=str)
+def test_fsdp_has_the_bits_of_one_process_with_any_number_of_lanes_a_rank(share: list[int], run_ranks) -> None:
+    """And on three ranks, which cannot share a parameter's rows out evenly, and of which one may have none."""
+    work = [(with_strategy, ("fsdp", "ordered", name, share, bf16)) for name, bf16 in CASES[:2]]
+    for (name, bf16), (sha256, _, totals) in zip(CASES[:2], run_ranks(len(share), *work)[0], strict=True):
+        expected, _, expected_totals = one_process(name, sum(share), bf16)
         assert (sha256, totals) == (expected, expected_totals), name
 
 

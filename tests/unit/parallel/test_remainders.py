@@ -23,7 +23,9 @@ def adamw(parameters: list[Parameter]) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, fused=True)
 
 
-def updated(build: Callable[[list[Parameter]], Optimizer], shape: tuple[int, ...], ranks: int) -> tuple[Tensor, Tensor]:
+def updated(
+    build: Callable[[list[Parameter]], Optimizer], shape: tuple[int, ...], ranks: int, follow: bool = True
+) -> tuple[Tensor, Tensor]:
     """A tensor after some steps, and the same one updated in shares."""
     torch.manual_seed(0)
     first = torch.randn(shape)
@@ -33,7 +35,8 @@ def updated(build: Callable[[list[Parameter]], Optimizer], shape: tuple[int, ...
     shares = [Parameter(one.contiguous().clone()) for one in first.split(rows)]
     optimizer, optimizers = build([whole]), [build([one]) for one in shares]
     for share, own, place in zip(shares, optimizers, places, strict=True):
-        Remainders([(share, place, whole.numel() % vector_elements())], own)
+        if follow:
+            Remainders([(share, place, whole.numel() % vector_elements())], own)
     for _ in range(STEPS):
         gradient = torch.randn(shape)
         whole.grad = torch.empty_like(whole).copy_(gradient)
