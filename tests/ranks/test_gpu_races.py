@@ -1,17 +1,16 @@
 """Kernels and sums that come late, and nccl between ranks: no bit depends on when anything runs. `LOCKSTEP_GPU=cpu` rehearses it."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import GradBucket
-from torch.futures import Future
 
 from pipeline import parallel
 from pipeline.job import Job
-from pipeline.parallel import ordered
+from pipeline.parallel import fsdp, ordered
 from pipeline.ranks import Ranks
 from tests.kit.devices import GPU, NCCL, SHARED_BY_NCCL, gpu
 from tests.ranks.test_bits import RESNET_BF16, trained
@@ -34,22 +33,27 @@ def test_nccl_between_ranks_has_the_bits_of_one(strategy: str, tmp_path: Path, r
             assert found == {expected}, (case, function.__name__)
 
 
+def delayed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, a hundredth of a second later on the stream that it runs on."""
+
+    def later(*arguments: Any, **options: Any) -> Any:
+        torch.cuda._sleep(20_000_000) if GPU == "cuda" else time.sleep(0.001)
+        return function(*arguments, **options)
+
+    return later
+
+
 def late(group: Ranks, job: Job) -> tuple[str, int]:
     """Train with a GPU that is behind when a bucket is ready, and sums that come late: what does not wait reads what is not there."""
     patch = pytest.MonkeyPatch()
-    in_time, result_in_time = ordered.LaneGradients.hook, ordered.OrderedSum.result
-
-    def result(self: Any, under_way: Any) -> torch.Tensor:
-        torch.cuda._sleep(20_000_000) if GPU == "cuda" else time.sleep(0.001)
-        return result_in_time(self, under_way)
-
-    def hook(self: Any, state: object, bucket: GradBucket) -> Future[torch.Tensor]:
-        # A hundredth of a second.
-        torch.cuda._sleep(20_000_000) if GPU == "cuda" else time.sleep(0.001)
-        return in_time(self, state, bucket)
-
-    patch.setattr(ordered.LaneGradients, "hook", hook)
-    patch.setattr(ordered.OrderedSum, "result", result)
+    for owner, name in (
+        (ordered.LaneGradients, "hook"),
+        (ordered.OrderedSum, "result"),
+        (ordered.OrderedSum, "share"),
+        (fsdp.OrderedReduceScatter, "__call__"),
+        (fsdp.Gather, "__call__"),
+    ):
+        patch.setattr(owner, name, delayed(getattr(owner, name)))
     try:
         return trained(group, job, None)
     finally:
