@@ -16,7 +16,8 @@ $(READY): requirements-dev.lock
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 14) or sys.exit("Lockstep needs Python 3.11, 3.12 or 3.13, this is %d.%d; name another with: make PYTHON=python3.11" % v)'
 	@echo "installing into .venv (6 GB with CUDA; a few minutes)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.lock
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --require-hashes -r requirements-dev.lock
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true # what pip would compile on one core; some packages hold files that are no Python
 	@touch $@
 
 repro: $(READY) ## set up, then prepare, train and evaluate
@@ -33,7 +34,7 @@ test: $(READY) ## set up, then the tests that need neither containers nor long c
 
 test-all: test ## the same, then faults, containers and chaos
 	@$(PYTEST) $(PARALLEL) -m "slow and (fault or chaos) and not (docker or gpu or system)" && \
-	$(PYTEST) -n 2 --dist worksteal -m "docker and not (gpu or system)" && $(PYTEST) -m gpu
+	$(PYTEST) -n 2 --dist worksteal -m "docker and not (gpu or system)" && $(PYTEST) -m gpu tests/ranks
 
 test-systems: $(READY) ## another Debian, with another Python; an image built without a cache
 	@LOCKSTEP_NO_SKIPS=1 $(PYTEST) -m system
