@@ -122,7 +122,9 @@ def test_a_block_is_no_large_part_of_a_model_that_has_parts() -> None:
         whole = sum(one.numel() for one in model.parameters())
         assert fsdp.blocks(model)
         for block in fsdp.blocks(model):
-            inside = {id(one) for other in block.modules() if other is not block and other in fsdp.blocks(model) for one in other.parameters()}
+            inside = {
+                id(one) for other in block.modules() if other is not block and other in fsdp.blocks(model) for one in other.parameters()
+            }
             rest = sum(one.numel() for one in block.parameters() if id(one) not in inside)
             leaf = not any(True for _ in block.children())
             assert leaf or rest <= whole / 4, (name, rest / whole)
