@@ -52,7 +52,9 @@ class Fsdp:
         keep_layouts(model)
         first_weights(model)
         # Of the same group, with its timeout.
-        mesh = DeviceMesh.from_group(dist.group.WORLD, ranks.device.type)
+        world = dist.group.WORLD
+        assert isinstance(world, dist.ProcessGroup)
+        mesh = DeviceMesh.from_group(world, ranks.device.type)
         self._sums: list[OrderedReduceScatter] = []
         for block in [*blocks(model), model]:
             # The root too: weights that it kept would miss an update.

@@ -93,12 +93,12 @@ def broken(group: Any, job: Job) -> str:
     patch, steps = pytest.MonkeyPatch(), Counter[Any]()
     reduce_scatter = fsdp.OrderedReduceScatter.__call__
 
-    def breaking(self: Any, output: torch.Tensor, *rest: Any) -> None:
-        reduce_scatter(self, output, *rest)
+    def breaking(self: Any, output_tensor: torch.Tensor, **rest: Any) -> None:
+        reduce_scatter(self, output_tensor, **rest)
         if self.lane == self._own[-1]:
             steps[self] += 1
             if steps[self] == 1 + STEP and group.rank == 1:
-                output.view(-1)[0] = math.nan
+                output_tensor.view(-1)[0] = math.nan
 
     patch.setattr(fsdp.OrderedReduceScatter, "__call__", breaking)
     train_rank.fix_bits(1)
