@@ -86,11 +86,13 @@ def test_a_step_is_told_of_as_soon_as_it_is_written(tmp_path: Path, disk: SlowDi
     assert list(checkpoints.written()) == [1]
 
 
-def test_no_more_than_two_copies_wait_for_a_slow_disk(tmp_path: Path, disk: SlowDisk, executor: Executor) -> None:
+@pytest.mark.parametrize("best", [False, True])
+def test_no_more_than_two_copies_wait_for_a_slow_disk(best: bool, tmp_path: Path, disk: SlowDisk, executor: Executor) -> None:
     checkpoints, (model, optimizer) = beside(tmp_path, executor), parts()
     checkpoints.save_best(State(model, optimizer), 1, 0.5)
     checkpoints.save(1, State(model, optimizer))
-    third = threading.Thread(target=checkpoints.save, args=(2, State(model, optimizer)), daemon=True)
+    again = (lambda: checkpoints.save_best(State(*parts()), 2, 0.7)) if best else (lambda: checkpoints.save(2, State(*parts())))
+    third = threading.Thread(target=again, daemon=True)
     third.start()
     third.join(0.5)
     assert third.is_alive()
@@ -155,6 +157,30 @@ def test_a_checkpoint_covers_the_journal_as_it_was_when_it_was_copied(tmp_path: 
     index = read_index(tmp_path / "checkpoints")
     assert index is not None
     assert index["checkpoints"][0]["journal"][0] == covered
+
+
+def test_what_a_checkpoint_covers_of_the_journal_is_on_the_disk_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, done = tmp_path / "journal.jsonl", []
+    write = checkpoint.atomic_write
+    monkeypatch.setattr(checkpoint, "fsync_path", done.append)
+    monkeypatch.setattr(checkpoint, "atomic_write", lambda path, content: (done.append(path), write(path, content)))
+    for number, (given, synced) in enumerate([(None, []), (journal, []), (journal, [journal])]):
+        done.clear()
+        if synced:
+            Journal(journal).metrics({"train/loss": 1.0}, 1)
+        Checkpoints(tmp_path / str(number), 2, SingleNode(), given).save(1, State(*parts()))
+        assert done == [*synced, tmp_path / str(number) / "step-00000001.safetensors"]
+
+
+def test_copies_are_work_and_not_a_wait_for_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executor: Executor) -> None:
+    phases: list[str] = []
+    heartbeat = SingleNode.heartbeat
+    monkeypatch.setattr(heartbeat, "computing", lambda: phases.append("computing"))
+    monkeypatch.setattr(checkpoint, "copied", lambda tensors: phases.append("copied") or (lambda: dict(tensors)))
+    checkpoints = beside(tmp_path, executor)
+    checkpoints.save(1, State(*parts()))
+    checkpoints.finish()
+    assert phases == ["computing", "copied"]
 
 
 def test_files_are_those_of_a_training_that_waits_for_them(tmp_path: Path, executor: Executor) -> None:
