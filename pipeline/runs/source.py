@@ -11,16 +11,24 @@ from pipeline.config import Config, ConfigError
 PACKAGE = Path(__file__).parents[1]
 TRAIN, EVALUATE = "training.train_rank", "training.evaluate_rank"
 # What a rank imports and what cannot change a bit of its result, with the reason.
-RECORDS = {
-    "files": "writes files whole and locks them; what a rank reads back is checked by SHA-256",
-    "heartbeat": "writes where a rank is, for the launcher; no rank reads it",
-    "job": "carries values; those that compute are in the identity",
-    "runs.checkpoints": "chooses one of this fingerprint's checkpoints, each proven by SHA-256; going on from any gives the same bits",
-    "tracking.journal": "writes the figures after they are computed",
-    "timeouts": "says how long to wait, never what to compute",
-    "models.torchvision_names": "names for `check`, which runs before any rank",
-    "training.stopping": "chooses the step to stop at; going on from any step gives the same bits",
-}
+RECORDS = (
+    # Writes files whole and locks them; what a rank reads back is checked by SHA-256.
+    "files",
+    # Writes where a rank is, for the launcher; no rank reads it.
+    "heartbeat",
+    # Carries values; those that compute are in the identity.
+    "job",
+    # Chooses one of this fingerprint's checkpoints, each proven by SHA-256; going on from any gives the same bits.
+    "runs.checkpoints",
+    # Writes the figures after they are computed.
+    "tracking.journal",
+    # Says how long to wait, never what to compute.
+    "timeouts",
+    # Names for `check`, which runs before any rank.
+    "models.torchvision_names",
+    # Chooses the step to stop at; going on from any step gives the same bits.
+    "training.stopping",
+)
 
 
 def source_digests(config: Config, *entries: str) -> dict[str, str]:

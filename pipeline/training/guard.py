@@ -36,7 +36,7 @@ class NonFiniteGuard:
         self._state, self._ranks, self._explain = state, ranks, explain
         parameters: list[Parameter] = [one for group in state.optimizer.param_groups for one in group["params"]]
         # A rank may have no part of a small one.
-        self._parameters = [one for one in parameters if one.requires_grad and one.numel()]
+        self._parameters = [one for one in parameters if one.numel()]
         device = parameters[0].device
         self._bad = torch.zeros((), device=device)
         self._good_steps = torch.zeros((), dtype=torch.int64, device=device)

@@ -9,6 +9,7 @@ from torch import nn
 
 from pipeline.config import MachineError
 from pipeline.heartbeat import Heartbeat
+from pipeline.tracking.journal import Journal
 from pipeline.training.checkpoint import INDEX, Checkpoints, read_or_rebuild_index
 from pipeline.training.checkpoint_file import weights_sha256
 from pipeline.training.state import State, _laid_out_like
@@ -84,6 +85,12 @@ def test_the_best_model_is_kept_apart_and_of_equals_the_first(tmp_path: Path) ->
     assert [path.name for path in tmp_path.glob("best-*")] == [best["file"]]
 
 
+def test_a_start_that_goes_on_keeps_a_better_model_and_of_equals_the_first(tmp_path: Path) -> None:
+    for step, accuracy in ((20, 0.7), (30, 0.6), (40, 0.7), (50, 0.8)):
+        Checkpoints(tmp_path, 1, SingleNode()).save_best(State(*parts()), step, accuracy)
+        assert read_or_rebuild_index(tmp_path)["best"]["step"] == (50 if step == 50 else 20)
+
+
 @pytest.mark.parametrize("length", [0, 1, 100, -1])
 @pytest.mark.fault(9, "a checkpoint cut at 0, 1, 100 bytes and one before its end")
 def test_a_checkpoint_cut_short_is_refused_and_the_one_before_is_taken(length: int, tmp_path: Path, caplog) -> None:
@@ -113,6 +120,9 @@ def test_no_good_checkpoint_left_is_an_error_and_never_a_start_from_nothing(tmp_
 
 def test_a_run_without_checkpoints_starts_at_0(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path, 2, SingleNode()).restore(State(*parts())) == 0
+    journal = tmp_path / "journal.jsonl"
+    Journal(journal).metrics({"train/loss": 1.0}, 1)
+    assert Checkpoints(tmp_path, 2, SingleNode(), journal).restore(State(*parts())) == 0
 
 
 def test_a_step_saved_twice_is_listed_once(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,14 @@ class SlowDisk:
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
+def executor() -> Iterator[Executor]:
+    """Its thread ends with the test: a write left over would take part in the next test's faults."""
+    with ThreadPoolExecutor(1) as one:
+        yield one
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch, executor: Executor) -> Iterator[SlowDisk]:
     one = SlowDisk(monkeypatch)
     yield one
     one.write(100)
@@ -49,12 +56,12 @@ def broken(path: Path, content: bytes) -> None:
     raise OSError(28, "No space left on device", str(path))
 
 
-def beside(folder: Path, ranks: Any = None) -> Checkpoints:
-    return Checkpoints(folder, 2, ranks or SingleNode(), executor=ThreadPoolExecutor(1))
+def beside(folder: Path, executor: Executor, ranks: Any = None) -> Checkpoints:
+    return Checkpoints(folder, 2, ranks or SingleNode(), executor=executor)
 
 
-def test_training_goes_on_meanwhile_and_the_file_has_what_was_there_before(tmp_path: Path, disk: SlowDisk) -> None:
-    checkpoints, (model, optimizer) = beside(tmp_path), parts()
+def test_training_goes_on_meanwhile_and_the_file_has_what_was_there_before(tmp_path: Path, disk: SlowDisk, executor: Executor) -> None:
+    checkpoints, (model, optimizer) = beside(tmp_path, executor), parts()
     descend(model, optimizer, range(3))
     before = weights_sha256(model.state_dict())
     checkpoints.save(3, State(model, optimizer))
@@ -70,8 +77,8 @@ def test_training_goes_on_meanwhile_and_the_file_has_what_was_there_before(tmp_p
     assert weights_sha256(found) == before != weights_sha256(model.state_dict())
 
 
-def test_a_step_is_told_of_as_soon_as_it_is_written(tmp_path: Path, disk: SlowDisk) -> None:
-    checkpoints, (model, optimizer) = beside(tmp_path), parts()
+def test_a_step_is_told_of_as_soon_as_it_is_written(tmp_path: Path, disk: SlowDisk, executor: Executor) -> None:
+    checkpoints, (model, optimizer) = beside(tmp_path, executor), parts()
     checkpoints.save_best(State(model, optimizer), 1, 0.5)
     checkpoints.save(1, State(model, optimizer))
     disk.write(2)
@@ -79,11 +86,13 @@ def test_a_step_is_told_of_as_soon_as_it_is_written(tmp_path: Path, disk: SlowDi
     assert list(checkpoints.written()) == [1]
 
 
-def test_no_more_than_two_copies_wait_for_a_slow_disk(tmp_path: Path, disk: SlowDisk) -> None:
-    checkpoints, (model, optimizer) = beside(tmp_path), parts()
+@pytest.mark.parametrize("best", [False, True])
+def test_no_more_than_two_copies_wait_for_a_slow_disk(best: bool, tmp_path: Path, disk: SlowDisk, executor: Executor) -> None:
+    checkpoints, (model, optimizer) = beside(tmp_path, executor), parts()
     checkpoints.save_best(State(model, optimizer), 1, 0.5)
     checkpoints.save(1, State(model, optimizer))
-    third = threading.Thread(target=checkpoints.save, args=(2, State(model, optimizer)), daemon=True)
+    again = (lambda: checkpoints.save_best(State(*parts()), 2, 0.7)) if best else (lambda: checkpoints.save(2, State(*parts())))
+    third = threading.Thread(target=again, daemon=True)
     third.start()
     third.join(0.5)
     assert third.is_alive()
@@ -93,17 +102,17 @@ def test_no_more_than_two_copies_wait_for_a_slow_disk(tmp_path: Path, disk: Slow
     assert len(checkpoints._pending) == 2
 
 
-def test_what_a_write_raises_reaches_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_write_raises_reaches_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executor: Executor) -> None:
     monkeypatch.setattr(checkpoint, "atomic_write", broken)
     for hear in (lambda one: list(one.written()), lambda one: one.finish()):
-        checkpoints, (model, optimizer) = beside(tmp_path), parts()
+        checkpoints, (model, optimizer) = beside(tmp_path, executor), parts()
         checkpoints.save(1, State(model, optimizer))
         checkpoints._pending[-1].exception(30)
         with pytest.raises(OSError, match="No space left"):
             hear(checkpoints)
 
 
-def test_nothing_is_written_after_a_write_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_after_a_write_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executor: Executor) -> None:
     """Else a step would be kept that does not know its best model, and nobody would validate it again."""
     write, tries = checkpoint.atomic_write, iter([OSError(5, "Input/output error", "best"), None, None])
 
@@ -113,7 +122,7 @@ def test_nothing_is_written_after_a_write_that_failed(tmp_path: Path, monkeypatc
         write(path, content)
 
     monkeypatch.setattr(checkpoint, "atomic_write", once_broken)
-    checkpoints, state = beside(tmp_path), State(*parts())
+    checkpoints, state = beside(tmp_path, executor), State(*parts())
     checkpoints.save_best(state, 1, 0.5)
     checkpoints.save(1, state)
     with pytest.raises(OSError, match="Input/output error"):
@@ -121,8 +130,10 @@ def test_nothing_is_written_after_a_write_that_failed(tmp_path: Path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_written_before_a_write_that_failed_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints, state = beside(tmp_path), State(*parts())
+def test_what_was_written_before_a_write_that_failed_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executor: Executor
+) -> None:
+    checkpoints, state = beside(tmp_path, executor), State(*parts())
     checkpoints.save(1, state)
     checkpoints._pending[-1].result(30)
     monkeypatch.setattr(checkpoint, "atomic_write", broken)
@@ -134,10 +145,10 @@ def test_what_was_written_before_a_write_that_failed_is_told_of(tmp_path: Path, 
         next(told)
 
 
-def test_a_checkpoint_covers_the_journal_as_it_was_when_it_was_copied(tmp_path: Path, disk: SlowDisk) -> None:
+def test_a_checkpoint_covers_the_journal_as_it_was_when_it_was_copied(tmp_path: Path, disk: SlowDisk, executor: Executor) -> None:
     journal = Journal(tmp_path / "journal.jsonl")
     journal.metrics({"train/loss": 1.0}, 1)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", 2, SingleNode(), tmp_path / "journal.jsonl", ThreadPoolExecutor(1))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2, SingleNode(), tmp_path / "journal.jsonl", executor)
     covered = (tmp_path / "journal.jsonl").stat().st_size
     checkpoints.save(1, State(*parts()))
     journal.metrics({"train/loss": 0.5}, 2)
@@ -148,9 +159,33 @@ def test_a_checkpoint_covers_the_journal_as_it_was_when_it_was_copied(tmp_path: 
     assert index["checkpoints"][0]["journal"][0] == covered
 
 
-def test_files_are_those_of_a_training_that_waits_for_them(tmp_path: Path) -> None:
-    for folder, executor in ((tmp_path / "beside", ThreadPoolExecutor(1)), (tmp_path / "waiting", None)):
-        checkpoints, (model, optimizer) = Checkpoints(folder, 2, SingleNode(), executor=executor), parts()
+def test_what_a_checkpoint_covers_of_the_journal_is_on_the_disk_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, done = tmp_path / "journal.jsonl", []
+    write = checkpoint.atomic_write
+    monkeypatch.setattr(checkpoint, "fsync_path", done.append)
+    monkeypatch.setattr(checkpoint, "atomic_write", lambda path, content: (done.append(path), write(path, content)))
+    for number, (given, synced) in enumerate([(None, []), (journal, []), (journal, [journal])]):
+        done.clear()
+        if synced:
+            Journal(journal).metrics({"train/loss": 1.0}, 1)
+        Checkpoints(tmp_path / str(number), 2, SingleNode(), given).save(1, State(*parts()))
+        assert done == [*synced, tmp_path / str(number) / "step-00000001.safetensors"]
+
+
+def test_copies_are_work_and_not_a_wait_for_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executor: Executor) -> None:
+    phases: list[str] = []
+    heartbeat = SingleNode.heartbeat
+    monkeypatch.setattr(heartbeat, "computing", lambda: phases.append("computing"))
+    monkeypatch.setattr(checkpoint, "copied", lambda tensors: phases.append("copied") or (lambda: dict(tensors)))
+    checkpoints = beside(tmp_path, executor)
+    checkpoints.save(1, State(*parts()))
+    checkpoints.finish()
+    assert phases == ["computing", "copied"]
+
+
+def test_files_are_those_of_a_training_that_waits_for_them(tmp_path: Path, executor: Executor) -> None:
+    for folder, thread in ((tmp_path / "beside", executor), (tmp_path / "waiting", None)):
+        checkpoints, (model, optimizer) = Checkpoints(folder, 2, SingleNode(), executor=thread), parts()
         for step, accuracy in ((1, 0.2), (2, 0.5), (3, 0.4), (4, 0.5), (5, 0.7)):
             descend(model, optimizer, range(step - 1, step))
             checkpoints.save_best(State(model, optimizer), step, accuracy)
@@ -163,12 +198,12 @@ def test_files_are_those_of_a_training_that_waits_for_them(tmp_path: Path) -> No
 
 
 def test_ranks_go_on_beside_a_slow_disk_and_wait_for_it_at_the_end(
-    tmp_path: Path, disk: SlowDisk, thread_ranks: Callable[..., list[Any]]
+    tmp_path: Path, disk: SlowDisk, thread_ranks: Callable[..., list[Any]], executor: Executor
 ) -> None:
     saved = threading.Barrier(2)
 
     def work(group: Ranks) -> list[int]:
-        checkpoints, (model, optimizer) = beside(tmp_path, group), parts()
+        checkpoints, (model, optimizer) = beside(tmp_path, executor, group), parts()
         checkpoints.save(1, State(model, optimizer))
         assert not list(tmp_path.glob("step-*"))
         saved.wait(30)

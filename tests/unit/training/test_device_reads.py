@@ -66,5 +66,6 @@ def test_nothing_is_read_from_the_device_between_two_log_lines(
     assert kinds == 2 * ["log", "log", "log", "validation"]
     # Whether a gradient was non-finite, and the means over the batch. What is read before lines 0 and 4 is read by restoring and saving.
     assert [journal.lines[index][1] for index in (1, 2, 5, 6)] == [{"item": 1, "tolist": 1}] * 4
-    # Whether gradients, weights and the optimizer's state are finite, the loss, and the counts: four chunks of images or one.
+    # Whether gradients, weights and the optimizer's state are finite, the loss, and the counts: four chunks of images or one. One of the
+    # items is the host's own: whether all ranks found the same.
     assert [journal.lines[index][1] for index in (3, 7)] == [{"item": 3, "tolist": 1, "cpu": 2, "__int__": 2}] * 2

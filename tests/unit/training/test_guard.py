@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from pipeline.config import MachineError
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.ranks import Ranks
-from pipeline.training.guard import CURE, Diverged, NonFiniteGuard, check_kernels, finite, write_diagnosis
+from pipeline.training.guard import Diverged, NonFiniteGuard, check_kernels, finite, write_diagnosis
 from pipeline.training.state import State
 from tests.unit.training.test_checkpoint import SingleNode
+
+CURE = "lower train.learning_rate or raise train.warmup_epochs"
 
 
 class Trained:
@@ -76,6 +78,45 @@ def test_a_guard_that_was_not_told_counts_from_0() -> None:
         trained.guard.raise_if_diverged()
 
 
+def test_steps_are_counted_beyond_what_a_float_holds() -> None:
+    trained = Trained()
+    trained.guard._good_steps.fill_(2**24)
+    trained.step(1.0)
+    trained.step(math.nan)
+    with pytest.raises(Diverged, match=f"the gradient of step {2**24 + 1} "):
+        trained.guard.raise_if_diverged()
+
+
+def test_weights_without_a_gradient_or_without_elements_are_passed_over() -> None:
+    model = nn.ParameterDict({name: nn.Parameter(torch.ones(size)) for name, size in (("frozen", 2), ("none", 0), ("trained", 2))})
+    model["frozen"].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = NonFiniteGuard(State(model, optimizer), SingleNode(), lambda step: "")
+    for value in (1.0, math.nan):
+        model["none"].grad, model["trained"].grad = torch.ones(0), torch.tensor([1.0, value])
+        guard.observe()
+        if value == 1.0:
+            guard.check(1)
+    with pytest.raises(Diverged, match="the gradient of step 1 "):
+        guard.check(2)
+
+
+def test_a_bad_gradient_in_one_ranks_part_ends_all_of_them_at_its_step(thread_ranks: Callable[..., list[Any]]) -> None:
+    def step(group: Ranks) -> str:
+        trained = Trained()
+        state = State(trained.model, trained.optimizer)
+        state.sharded = True
+        trained.guard = NonFiniteGuard(state, group, lambda step: "")
+        trained.step(1.0)
+        trained.step(math.inf if group.rank == 1 else 1.0)
+        trained.step(1.0)
+        with pytest.raises(Diverged) as raised:
+            trained.guard.raise_if_diverged()
+        return str(raised.value)
+
+    assert all("the gradient of step 1 is not finite" in one for one in thread_ranks(2, step))
+
+
 def test_finite_gradients_change_weights_and_are_sound() -> None:
     trained = Trained()
     before = trained.weights()
@@ -96,6 +137,17 @@ def test_nothing_that_is_not_finite_is_kept(value: float) -> None:
         damage(trained).view(-1)[0] = value
         with pytest.raises(Diverged, match=f"^training diverged: {name} holds NaN or infinity after step 9; {CURE}$"):
             trained.guard.check(9)
+
+
+def test_the_first_of_several_is_named_and_who_asks_the_others_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, waited = Trained(), []
+    monkeypatch.setattr(SingleNode.heartbeat, "waiting", lambda: waited.append(True))
+    trained.guard.check(8)
+    assert waited == [True]
+    for parameter in trained.model.parameters():
+        parameter.data.fill_(math.nan)
+    with pytest.raises(Diverged, match=r"^training diverged: 0\.weight holds NaN"):
+        trained.guard.check(9)
 
 
 def test_a_weight_that_is_bad_on_one_rank_alone_ends_all_of_them(thread_ranks: Callable[..., list[Any]]) -> None:
@@ -148,7 +200,8 @@ def test_the_samples_of_a_bad_step_are_written_with_the_lanes_that_lost_their_lo
     path = tmp_path / "diverged.json"
     said = thread_ranks(len(per_rank), told, per_rank, 1, path)
     assert set(said) == {f"the loss of lanes [1] is non-finite, their samples: {path}"}
-    values = json.loads(path.read_text())
+    # NaN and Infinity are no JSON.
+    values = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert (values["step"], values["lanes_without_a_loss"]) == (4, [1])
     assert [(one["lane"], one["samples"]) for one in values["lanes"]] == [(0, [4, 0]), (1, [4, 10]), (2, [4, 20])]
     assert [math.isfinite(float(one["loss"])) for one in values["lanes"]] == [True, False, True]

@@ -6,8 +6,8 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from pipeline.config import Train
-from pipeline.training.schedule import Schedule, autocast_dtype, optimizer
+from pipeline.config import Config, Train
+from pipeline.training.schedule import Schedule, autocast_dtype, build, optimizer
 
 
 def weights() -> list[Parameter]:
@@ -41,6 +41,16 @@ def test_a_run_that_is_all_warm_up_ends_at_its_peak() -> None:
     assert [schedule.rate(3), schedule.rate(4)] == [0.8, 0.8]
 
 
+def test_a_single_step_after_the_warm_up_goes_all_the_way_down() -> None:
+    schedule = Schedule("cosine", 0.8, warmup_steps=4, total_steps=5)
+    assert [schedule.rate(4), schedule.rate(5)] == [0.8, 0]
+
+
+def test_a_schedule_counts_the_epochs_of_params_yaml_in_steps() -> None:
+    config = Config(train=Train(schedule="constant", learning_rate=0.3, warmup_epochs=2, epochs=5))
+    assert build(config, 7) == Schedule("constant", 0.3, warmup_steps=14, total_steps=35)
+
+
 def test_the_rate_of_a_step_is_set_in_every_group() -> None:
     made = SGD([{"params": weights()}, {"params": weights()}], lr=1.0)
     Schedule("cosine", 0.8, warmup_steps=4, total_steps=20).apply(made, 1)
@@ -49,11 +59,11 @@ def test_the_rate_of_a_step_is_set_in_every_group() -> None:
 
 def test_sgd_and_adamw_take_their_settings_and_are_fused() -> None:
     sgd = optimizer(Train(learning_rate=0.3, momentum=0.8, weight_decay=0.01), weights())
-    adamw = optimizer(Train(optimizer="adamw", learning_rate=0.3, momentum=None, weight_decay=0.01), weights())
+    adamw = optimizer(Train(optimizer="adamw", learning_rate=0.3, momentum=None, weight_decay=0.02), weights())
     assert (type(sgd), type(adamw)) == (SGD, AdamW)
-    for made in (sgd, adamw):
+    for made, weight_decay in ((sgd, 0.01), (adamw, 0.02)):
         (group,) = made.param_groups
-        assert (group["lr"], group["weight_decay"], group["fused"], len(group["params"])) == (0.3, 0.01, True, 1)
+        assert (group["lr"], group["weight_decay"], group["fused"], len(group["params"])) == (0.3, weight_decay, True, 1)
     assert sgd.param_groups[0]["momentum"] == 0.8
 
 

@@ -12,17 +12,19 @@ from pipeline.training.stopping import Stop
 # The alarm is under test here.
 pytestmark = pytest.mark.timeout(600, method="thread")
 
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+
 
 @pytest.fixture
 def stop(alone: Ranks) -> Iterator[Stop]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     yield Stop(alone, 75)
     signal.alarm(0)
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_answered_one_question_later(stop: Stop, number: int) -> None:
     assert [stop.agreed() for _ in range(3)] == [False, False, False]
     os.kill(os.getpid(), number)
