@@ -26,15 +26,14 @@ repro: $(READY) ## set up, then prepare, train and evaluate
 # By what they start: ranks and commands; faults and containers; another Debian and an image from nothing.
 FAST := not slow and not docker and not gpu
 PYTEST := python -m pytest --durations=15
-# A worker for each core, four at most; the tests of a file stay together.
+# A worker for each core, four at most; the tests of a file stay together, but where minutes hang on the last of them.
 PARALLEL := -n logical --maxprocesses=4 --dist loadfile
 
 test: $(READY) ## set up, then the tests that need neither containers nor long campaigns
 	@$(PYTEST) $(PARALLEL) -m "$(FAST)" && $(PYTEST) $(PARALLEL) -m "slow and not (fault or chaos or docker or gpu or system)"
 
 test-all: test ## the same, then faults, containers and chaos
-	@$(PYTEST) $(PARALLEL) -m "slow and (fault or chaos) and not (docker or gpu or system)" && \
-	$(PYTEST) -n 2 --dist worksteal -m "docker and not (gpu or system)" && $(PYTEST) -m gpu tests/ranks
+	@$(PYTEST) $(PARALLEL) --dist worksteal -m "(docker or slow and (fault or chaos)) and not (gpu or system)" && $(PYTEST) -m gpu tests/ranks
 
 test-systems: $(READY) ## another Debian, with another Python; an image built without a cache
 	@LOCKSTEP_NO_SKIPS=1 $(PYTEST) -m system
