@@ -1,5 +1,6 @@
 """FSDP: shares of the weights on every rank, and the bits of DDP."""
 
+import gc
 import math
 from collections import Counter
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from pipeline import models
 from pipeline.job import Job
@@ -65,19 +68,29 @@ def test_what_one_strategy_saves_any_other_goes_on_from(tmp_path: Path, run_rank
         assert digest == expected
 
 
-def held(group: Any, job: Job) -> tuple[int, int]:
-    """How many numbers of parameters and optimizer this rank holds, and how many there are."""
+def held(group: Any, job: Job) -> tuple[int, int, int]:
+    """How many numbers of parameters and optimizer this rank holds, how many there are, and the bytes of all that it keeps in floats."""
     train_rank.fix_bits(1)
+    before = kept_bytes()
     state, _, _ = train_rank.train(job, group, Silent())
+    kept = kept_bytes() - before
     parts = [part for _, parameter, part in state.parts() if parameter is not None]
-    return sum(part.numel() for part in parts), sum(value.numel() for name, value in state.whole() if "running" not in name)
+    return sum(part.numel() for part in parts), sum(value.numel() for name, value in state.whole() if "running" not in name), kept
+
+
+def kept_bytes() -> int:
+    gc.collect()
+    storages = [one.untyped_storage() for one in gc.get_objects() if type(one) in (Tensor, Parameter) and one.dtype == torch.float32]
+    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
 
 def test_four_ranks_hold_a_quarter_each_of_parameters_and_optimizer(tmp_path: Path, run_ranks) -> None:
-    for ((own, whole),) in run_ranks(4, (held, (job(tmp_path, LENET, "fsdp", 4, "held"),))):
-        assert 0 < own <= 0.3 * whole
-    for ((own, whole),) in run_ranks(2, (held, (job(tmp_path, LENET, "ddp", 2, "whole"),))):
-        assert own == whole
+    sharded, whole = (run_ranks(4, (held, (job(tmp_path, LENET, strategy, 4, strategy),))) for strategy in ("fsdp", "ddp"))
+    for ((own, everything, kept),), ((all_of_it, _, kept_whole),) in zip(sharded, whole, strict=True):
+        assert 0 < own <= 0.3 * everything
+        assert all_of_it == everything
+        # Gradients too, and whatever else lies about between two steps.
+        assert 0 < kept <= 0.4 * kept_whole
 
 
 @pytest.mark.parametrize("kind", ["nan", "infinity"])
@@ -93,7 +106,7 @@ def broken(group: Any, job: Job) -> str:
     patch, steps = pytest.MonkeyPatch(), Counter[Any]()
     reduce_scatter = fsdp.OrderedReduceScatter.__call__
 
-    def breaking(self: Any, output_tensor: torch.Tensor, **rest: Any) -> None:
+    def breaking(self: Any, output_tensor: Tensor, **rest: Any) -> None:
         reduce_scatter(self, output_tensor, **rest)
         if self.lane == self._own[-1]:
             steps[self] += 1
@@ -118,7 +131,8 @@ def test_a_nan_in_one_ranks_share_ends_all_of_them_alike(tmp_path: Path, run_ran
 
 def test_a_block_is_no_large_part_of_a_model_that_has_parts() -> None:
     for name in ("resnet18", "torchvision:resnet50", "torchvision:vit_b_16", "torchvision:maxvit_t", "torchvision:densenet121"):
-        model = models.build(name, 1, 224, 10).to("meta")
+        with torch.device("meta"):
+            model = models.build(name, 1, 224, 10)
         whole = sum(one.numel() for one in model.parameters())
         assert fsdp.blocks(model)
         for block in fsdp.blocks(model):

@@ -55,6 +55,12 @@ def test_shares_are_updated_as_the_whole_is(build: Callable[[list[Parameter]], O
         assert torch.equal(whole, shared), shape
 
 
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="this CPU's vectors round as its scalars do")
+@pytest.mark.parametrize("build", [sgd, adamw])
+def test_shares_alone_would_not_have_the_bits_of_the_whole(build: Callable[[list[Parameter]], Optimizer]) -> None:
+    assert not all(torch.equal(*updated(build, shape, 3, follow=False)) for shape in SHAPES)
+
+
 def test_a_loss_that_is_no_number_updates_nothing() -> None:
     share = Parameter(torch.ones(10))
     optimizer = sgd([share])
