@@ -44,11 +44,11 @@ def test_a_sharded_training_has_the_bits_and_the_checkpoints_of_ddp(tmp_path: Pa
     cases = (LENET, ADAMW, RESNET)
     alone = {case: job(tmp_path, case, "ddp", 1, "ddp") for case in cases}
     (expected,) = run_ranks(1, *((trained, (alone[case], None)) for case in cases))
-    for size in (2, 4):
-        jobs = [job(tmp_path, case, "fsdp", size, f"fsdp-{size}") for case in cases]
+    for size, shared in ((2, cases), (4, cases[:2])):
+        jobs = [job(tmp_path, case, "fsdp", size, f"fsdp-{size}") for case in shared]
         for results in run_ranks(size, *((trained, (one, None)) for one in jobs)):
-            assert results == expected
-        for case, one in zip(cases, jobs, strict=True):
+            assert results == expected[: len(shared)]
+        for case, one in zip(shared, jobs, strict=True):
             # Momenta and best models too: the files are equal byte for byte.
             assert files(one) == files(alone[case]), (case, size)
             assert len(files(one)) == 3
@@ -134,11 +134,11 @@ def test_a_block_is_no_large_part_of_a_model_that_has_parts() -> None:
         with torch.device("meta"):
             model = models.build(name, 1, 224, 10)
         whole = sum(one.numel() for one in model.parameters())
-        assert fsdp.blocks(model)
-        for block in fsdp.blocks(model):
-            inside = {
-                id(one) for other in block.modules() if other is not block and other in fsdp.blocks(model) for one in other.parameters()
-            }
+        blocks = fsdp.blocks(model)
+        assert blocks
+        known = {id(block) for block in blocks}
+        for block in blocks:
+            inside = {id(one) for other in block.modules() if other is not block and id(other) in known for one in other.parameters()}
             rest = sum(one.numel() for one in block.parameters() if id(one) not in inside)
             leaf = not any(True for _ in block.children())
             assert leaf or rest <= whole / 4, (name, rest / whole)
