@@ -102,8 +102,9 @@ def carry_out(job: Job, paths: Paths, lock: int, progress: Progress, facts: dict
     """Start the ranks; when they are done, complete the receipt and publish."""
 
     def finish(journal: Journal, run_id: Callable[[], str | None]) -> str:
-        by_speed = journals.last(job.journal, LANES)
-        placement = facts["placement"] | ({"lanes_per_rank": by_speed["per_rank"]} if by_speed else {})
+        placement = dict(facts["placement"])
+        if job.config.dist.lanes_per_rank == "auto":
+            placement["lanes_per_rank"] = journals.last(job.journal, LANES)["per_rank"]
         write_receipt(job, facts | {"placement": placement, "mlflow_run_id": run_id()})
         receipt = publish(job.run, paths)
         journal_results(journal, job, receipt)
