@@ -101,6 +101,22 @@ def test_weights_without_a_gradient_or_without_elements_are_passed_over() -> Non
         guard.check(2)
 
 
+def test_a_rank_that_has_no_part_of_any_weight_hears_of_it_from_the_others(thread_ranks: Callable[..., list[Any]]) -> None:
+    def step(group: Ranks) -> str:
+        model = nn.ParameterDict({"weight": nn.Parameter(torch.ones(1 - group.rank))})
+        state = State(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        state.sharded = True
+        guard = NonFiniteGuard(state, group, lambda step: "")
+        guard.check(0)
+        model["weight"].grad = torch.full((1 - group.rank,), math.nan)
+        guard.observe()
+        with pytest.raises(Diverged) as raised:
+            guard.check(1)
+        return str(raised.value)
+
+    assert all("the gradient of step 0 is not finite" in one for one in thread_ranks(2, step))
+
+
 def test_a_bad_gradient_in_one_ranks_part_ends_all_of_them_at_its_step(thread_ranks: Callable[..., list[Any]]) -> None:
     def step(group: Ranks) -> str:
         trained = Trained()
