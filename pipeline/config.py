@@ -4,9 +4,9 @@ import difflib
 import hashlib
 import json
 import math
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 
 class ConfigError(ValueError):
@@ -31,6 +31,11 @@ class PeerError(RuntimeError):
     """Another machine of the job was lost, or never came: exit 6."""
 
     exit_code = 6
+
+
+# Of a key that takes a list or a word: which of them was meant, so that only what is wrong with that is told.
+LIST, WORD = "list", "word"
+LIST_OR_WORD = Discriminator(lambda value: WORD if isinstance(value, str) else LIST)
 
 
 class Section(BaseModel):
@@ -90,7 +95,7 @@ class Dist(Section):
     algorithm: Literal["ring", "naive"] = "ring"
     reduction: Literal["ordered", "native"] = "ordered"
     lanes: int | None = Field(default=4, ge=1)
-    lanes_per_rank: list[int] | Literal["auto"] | None = None
+    lanes_per_rank: Annotated[Annotated[list[int], Tag(LIST)] | Annotated[Literal["auto"], Tag(WORD)], LIST_OR_WORD] | None = None
     threads_per_rank: int = Field(default=1, ge=1)
     timeout_seconds: int = Field(default=300, ge=5)
     grace_seconds: int = Field(default=60, ge=1)

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from pipeline.config import Config, ConfigError, unknown
+from pipeline.config import LIST, WORD, Config, ConfigError, unknown
 
 
 def load(path: Path) -> Config:
@@ -42,7 +42,7 @@ def _keys(root: Any) -> list[str]:
 
 def _explain(error: Any) -> str:
     """One wrong key in one sentence: where, what stands there, what to write."""
-    location = [str(part) for part in error["loc"]]
+    location = [str(part) for part in error["loc"] if part not in (LIST, WORD)]
     key = ".".join(location)
     value = error["input"]
     if error["type"] == "extra_forbidden":
