@@ -26,7 +26,7 @@ repro: $(READY) ## set up, then prepare, train and evaluate
 # By what they start: ranks and commands; faults and containers; another Debian and an image from nothing.
 FAST := not slow and not docker and not gpu
 PYTEST := python -m pytest --durations=15
-# A worker for each core, four at most; the tests of a file stay together, but where minutes hang on the last of them.
+# A worker for each core, four at most; the tests of a file stay together. In test-all workers take single tests from each other.
 PARALLEL := -n logical --maxprocesses=4 --dist loadfile
 
 test: $(READY) ## set up, then the tests that need neither containers nor long campaigns

@@ -100,7 +100,7 @@ def deaf(folder: Path, pairs: int) -> tuple[dict[str, list[list[float]]], list[f
 
 
 def restart(folder: Path, count: int) -> dict[str, list[float]]:
-    """Seconds from the start of `train` to its first step, and from SIGKILL of a rank to the first new step, in turn."""
+    """Seconds from the start of `train` to its first step, and from SIGKILL of a rank to the first step of the new ranks, in turn."""
     found: dict[str, list[float]] = {"cold start": [], "after SIGKILL": []}
     training = Training(folder, epochs=20)
     for number in range(count):

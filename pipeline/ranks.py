@@ -110,17 +110,22 @@ class Rendezvous:
 def rendezvous(world_size: int, timeout_seconds: float) -> Rendezvous:
     """Read torchrun's rank and renumber, so that rank 0 runs on the leader's machine: only that one has the run's files.
 
-    The store is new in every attempt, or its keys are: a plain torchrun shares one between restarts (torch 2.14), and a rank of the
-    second attempt would read the address of a rank of the first, and wait for it.
+    Our agent opens a new store for every attempt. A plain torchrun keeps one (torch 2.14), in which a rank of the second attempt would
+    read the address of a rank of the first, and wait for it: there the attempt is part of every key.
     """
     heartbeat = Heartbeat(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size != world_size:
         # torchrun takes a machine for dead whose clock is 15 s off, and then begins without it.
         raise MachineError(f"torchrun has brought {size} of {world_size} ranks together; see that the machines' clocks agree")
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else ""
+    if attempt not in ("", "0") and os.environ["GROUP_WORLD_SIZE"] != "1":
+        # Every agent counts for itself, so that ranks would not find each other.
+        raise MachineError(
+            "a plain torchrun starts lost ranks again on one machine only; on several use lead and join, see docs/several-machines.md"
+        )
     host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_seconds)
     store = dist.TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=timeout)  # pyright: ignore[reportPrivateImportUsage]
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else ""
     store = PrefixStore(os.environ["TORCHELASTIC_RUN_ID"] + attempt, store)
     leads = os.environ.get("LOCKSTEP_LEADS", str(int(os.environ["GROUP_RANK"] == "0"))) == "1"
     if leads and os.environ["LOCAL_RANK"] == "0":

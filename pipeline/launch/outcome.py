@@ -95,13 +95,11 @@ def unpublished(end: Outcome, error: Exception, command: str) -> Outcome:
 
 def _smaller(dist: Dist) -> str:
     """What to change so that a rank computes fewer images at once."""
-    keys = [dist.batch_key]
-    if dist.batch_size_per_gpu or not dist.lanes:
-        keys.append("accumulation")
+    lower = f"lower dist.{dist.batch_key} ({getattr(dist, dist.batch_key)})"
     if dist.lanes:
-        keys.append("lanes")
-    batch, *raised = (f"dist.{key} ({getattr(dist, key)})" for key in keys)
-    return f"lower {batch} or raise {' and '.join(raised)}"
+        return f"{lower} or raise dist.lanes ({dist.lanes})"
+    # More accumulation of the same batch per GPU is a larger step alone.
+    return lower if dist.batch_size_per_gpu else f"{lower} or raise dist.accumulation ({dist.accumulation})"
 
 
 def describe(failure: Failure, config: Config) -> str:

@@ -60,7 +60,7 @@ class NonFiniteGuard:
         self._good_steps += self._bad == 0
 
     def raise_if_diverged(self) -> None:
-        """Raise Diverged, on every rank, if a gradient was non-finite; MachineError if kernels may have changed."""
+        """Raise Diverged, on every rank, if a gradient was non-finite; MachineError, on this rank alone, if kernels may have changed."""
         check_kernels(torch.cuda.memory_stats())
         if self._bad.item():
             step = self._first + int(self._good_steps.item())
@@ -89,7 +89,7 @@ def check_kernels(memory_stats: Mapping[str, Any]) -> None:
     if memory_stats.get("num_ooms", 0):
         raise MachineError(
             "the GPU's memory was too short for a kernel's workspace, and another kernel computes other bits; nothing of it was kept; "
-            "free the GPU, or compute fewer images at once: raise dist.lanes, or under reduction: native dist.accumulation"
+            "free the GPU, or compute fewer images at once: raise dist.lanes, or under reduction: native lower the batch"
         )
 
 
@@ -109,5 +109,14 @@ def write_diagnosis(path: Path, task: Task, lanes: Lanes, group: Ranks, samples:
     bad = [lane for lane, loss in enumerate(losses) if not math.isfinite(loss)]
     found = [{"lane": lane, "loss": repr(loss), "samples": samples(step, lane).tolist()} for lane, loss in enumerate(losses)]
     values = {"step": step, "lanes_without_a_loss": bad, "lanes": found}
-    group.on_rank_zero(lambda: atomic_write(path, (json.dumps(values) + "\n").encode()), None)
-    return f"the loss of lanes {bad} is non-finite, their samples: {path}" if bad else f"its samples: {path}"
+
+    def write() -> str:
+        try:
+            atomic_write(path, (json.dumps(values) + "\n").encode())
+        except OSError as error:
+            # That it diverged is to be said also where nothing can be written any more.
+            return f"not written ({error.strerror})"
+        return str(path)
+
+    where = group.on_rank_zero(write, str(path))
+    return f"the loss of lanes {bad} is non-finite, their samples: {where}" if bad else f"its samples: {where}"

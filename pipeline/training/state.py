@@ -23,7 +23,9 @@ class State:
         self._holding = holding or Replicated(model)
         self.sharded = self._holding.sharded
         self._parameters = self._holding.parameters
-        self.average = Average(self._parameters | dict(model.named_buffers()), ema_decay)
+        own: dict[str, Tensor] = model.state_dict()
+        saved_buffers = {name: one for name, one in model.named_buffers() if name in own}
+        self.average = Average(self._parameters | saved_buffers, ema_decay)
 
     def parts(self) -> Iterator[tuple[str, str | None, Tensor]]:
         """Yield names and this rank's tensors, with the name of the parameter whose values they are or belong to, if any."""

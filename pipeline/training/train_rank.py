@@ -75,7 +75,9 @@ class Notes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Journal a warning; an error is this rank's exit reason, which the launcher prints."""
         if record.levelno < logging.ERROR:
-            self._journal.event("note", text=record.getMessage())
+            # A full disk ends a training when it is to be saved, and not by a warning.
+            with contextlib.suppress(OSError):
+                self._journal.event("note", text=record.getMessage())
 
 
 @contextmanager

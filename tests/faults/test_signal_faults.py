@@ -138,11 +138,19 @@ def test_a_plain_torchrun_takes_the_same_ranks_to_the_same_end(baseline: Experim
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     words = [*torchrun, "-m", "pipeline.training.train_rank", str(job)]
     plain = subprocess.Popen(words, cwd=ROOT, env=clean_environment(), stderr=subprocess.PIPE, text=True)
-    # It starts lost ranks again by itself.
-    wait_for_step(experiment, 60, plain)
-    (lost,) = [one for one in psutil.Process(plain.pid).children() if one.environ().get("RANK") == "1"]
-    lost.kill()
-    _, said = plain.communicate(timeout=200)
+    try:
+        # It starts lost ranks again by itself.
+        wait_for_step(experiment, status(experiment)["step"] + 10, plain)
+        ranks = psutil.Process(plain.pid).children()
+        # So that none can finish meanwhile.
+        signal_all(ranks, signal.SIGSTOP)
+        (lost,) = [one for one in ranks if one.environ().get("RANK") == "1"]
+        lost.kill()
+        signal_all([one for one in ranks if one is not lost], signal.SIGCONT)
+        _, said = plain.communicate(timeout=200)
+    finally:
+        # Its ranks end with it.
+        plain.kill()
     assert plain.returncode == 0, said
     # Of the one that was killed, or of the other, which lost it.
     assert "failed (exitcode: " in said

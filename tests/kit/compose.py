@@ -15,7 +15,8 @@ import yaml
 from pipeline.config import Config
 
 USER = 1234
-IMAGE = "lockstep-test"
+# One for each worker of pytest: `make up` and `--build` give the name to another image.
+IMAGE = "lockstep-test" + os.environ.get("PYTEST_XDIST_WORKER", "")
 
 
 def sh(*words: str, expect: int | None = 0, **options: Any) -> str:

@@ -35,7 +35,9 @@ def job_on_gpu(folder: Path, run: str, size: int, epochs: int = 20) -> Job:
 def wait_for_metrics(job: Job, count: int, process: "subprocess.Popen[str]") -> None:
     until = time.monotonic() + 240
     while not job.journal.exists() or sum(line["kind"] == "metrics" for line in read(job.journal)) < count:
-        assert process.poll() is None and time.monotonic() < until, process.communicate()[1]
+        if process.poll() is not None or time.monotonic() > until:
+            process.kill()
+            raise AssertionError(process.communicate()[1])
         time.sleep(0.005)
 
 

@@ -3,10 +3,13 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline import ranks
+from pipeline.config import MachineError
 from pipeline.heartbeat import COMPUTING, FORM, WAITING, Heartbeat
 from pipeline.ranks import Ranks
 
@@ -47,3 +50,14 @@ def test_rank_zero_that_nobody_meets_after_its_work_shows_that_it_waits(thread_r
         return shown(group.heartbeat)
 
     assert thread_ranks(2, work)[0] == (WAITING, 2)
+
+
+def test_a_plain_torchrun_on_several_machines_does_not_wait_for_ranks_that_it_cannot_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"RANK": "1", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "1"}
+    for name, value in (values | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error")}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ranks, "Heartbeat", lambda folder: Heartbeat(None))
+    with pytest.raises(MachineError, match="on one machine only; on several use lead and join"):
+        ranks.rendezvous(2, 60)

@@ -1,6 +1,7 @@
 """What an ending is judged to be, from the journal and from what the launcher saw; and its words."""
 
 import json
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -162,8 +163,9 @@ def test_a_rank_that_failed_again_and_again_is_described_with_the_reason_for_giv
 @pytest.mark.parametrize(
     ("dist", "words"),
     [
+        ({}, "lower dist.batch_size_per_gpu (128) or raise dist.lanes (4)"),
         ({"batch_size_per_gpu": None, "global_batch": 256}, "lower dist.global_batch (256) or raise dist.lanes (4)"),
-        ({"lanes": None, "reduction": "native"}, "lower dist.batch_size_per_gpu (128) or raise dist.accumulation (1)"),
+        ({"lanes": None, "reduction": "native"}, "lower dist.batch_size_per_gpu (128)"),
         (
             {"lanes": None, "reduction": "native", "batch_size_per_gpu": None, "global_batch": 256},
             "lower dist.global_batch (256) or raise dist.accumulation (1)",
@@ -171,8 +173,12 @@ def test_a_rank_that_failed_again_and_again_is_described_with_the_reason_for_giv
     ],
 )
 def test_what_helps_where_memory_is_short_is_what_has_an_effect(dist: dict[str, object], words: str) -> None:
-    said = describe(replace(FAILED, exit_code=-9, oom_killed=True), Config.model_validate({"dist": dist}))
+    before = Config.model_validate({"dist": dist})
+    said = describe(replace(FAILED, exit_code=-9, oom_killed=True), before)
     assert said == f"rank 1 ran out of memory in step 7; {words}, or give it more memory"
+    for how, key, value in re.findall(r"(lower|raise) dist\.(\w+) \((\d+)\)", said):
+        after = Config.model_validate({"dist": dist | {key: int(value) // 2 if how == "lower" else int(value) * 2}})
+        assert after.dist.images_per_step // after.dist.pieces < before.dist.images_per_step // before.dist.pieces, key
 
 
 @pytest.mark.parametrize(
@@ -187,8 +193,7 @@ def test_what_helps_where_memory_is_short_is_what_has_an_effect(dist: dict[str, 
         (replace(FAILED, cause="Connection reset by peer"), "rank 1 lost its connection to another rank in step 7"),
         (
             replace(FAILED, exit_code=-9, oom_killed=True),
-            "rank 1 ran out of memory in step 7; lower dist.batch_size_per_gpu (48) or raise dist.accumulation (2) and dist.lanes (8),"
-            " or give it more memory",
+            "rank 1 ran out of memory in step 7; lower dist.batch_size_per_gpu (48) or raise dist.lanes (8), or give it more memory",
         ),
     ],
 )

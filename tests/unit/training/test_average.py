@@ -44,6 +44,13 @@ def test_it_goes_on_from_a_checkpoint() -> None:
         assert torch.equal(mine, theirs)
 
 
+def test_a_buffer_that_the_model_does_not_save_is_left_alone() -> None:
+    """A mask of minus infinity would make the average NaN."""
+    model, optimizer = parts()
+    model.register_buffer("mask", torch.full((2,), -torch.inf), persistent=False)
+    assert "mask" not in State(model, optimizer, ema_decay=0.9).average.parts
+
+
 def test_without_a_decay_there_is_none() -> None:
     state = State(*parts())
     average = Average(dict(state.model.named_parameters()), None)

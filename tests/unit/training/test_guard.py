@@ -224,6 +224,12 @@ def test_the_samples_of_a_bad_step_are_written_with_the_lanes_that_lost_their_lo
     assert path.read_text().endswith("}\n")
 
 
+def test_what_cannot_be_written_does_not_hide_that_it_diverged(tmp_path: Path, thread_ranks: Callable[..., list[Any]]) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "diverged.json"
+    assert thread_ranks(1, told, [2], 1, path) == ["the loss of lanes [1] is non-finite, their samples: not written (File exists)"]
+
+
 def test_samples_are_written_also_if_every_loss_was_finite(tmp_path: Path, thread_ranks: Callable[..., list[Any]]) -> None:
     path = tmp_path / "diverged.json"
     assert thread_ranks(1, told, [2], None, path) == [f"its samples: {path}"]

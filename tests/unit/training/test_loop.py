@@ -1,5 +1,6 @@
 """The loop and the checkpoints that are written beside it."""
 
+import logging
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from pipeline.training.evaluation import Result
 from pipeline.training.guard import Diverged, NonFiniteGuard
 from pipeline.training.schedule import Schedule
 from pipeline.training.state import State
+from pipeline.training.train_rank import Notes
 from tests.kit.lossy_training import Gradients, OnlyRank, Stop, parts
 
 STEPS = loop.Steps(total=6, per_epoch=6, per_log=1, per_checkpoint=2, global_batch=8)
@@ -93,11 +95,26 @@ def test_a_divergence_is_said_also_where_nothing_can_be_written_any_more(tmp_pat
     def broken(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device", str(path))
 
+    class Full:
+        """A journal for which there is no room either."""
+
+        def event(self, kind: str, **fields: Any) -> None:
+            notes.append(fields["text"])
+            raise OSError(28, "No space left on device")
+
+    notes: list[str] = []
     monkeypatch.setattr(checkpoint, "atomic_write", broken)
     # It is heard of at the end only.
     monkeypatch.setattr(checkpoint.Checkpoints, "written", lambda self: iter(()))
-    with pytest.raises(Diverged, match="the gradient of step 2 is not finite"):
-        run(tmp_path, bad_step=2)
+    handler = Notes(Full())
+    logging.getLogger("pipeline").addHandler(handler)
+    try:
+        with pytest.raises(Diverged, match="the gradient of step 2 is not finite"):
+            run(tmp_path, bad_step=2)
+    finally:
+        logging.getLogger("pipeline").removeHandler(handler)
+    assert len(notes) == 1
+    assert notes[0].startswith("a checkpoint from before the divergence was not written: ")
 
 
 def test_a_checkpoint_that_the_journal_does_not_know_is_announced_when_it_is_restored(tmp_path: Path) -> None:
