@@ -40,6 +40,8 @@ class Failure:
     # It hangs, but only because it waits for another machine's rank.
     waiting: bool = False
     host: str | None = None
+    # What it wrote to stderr, if anything.
+    log: str = ""
     at: float = field(default_factory=time.monotonic)
 
     @property
@@ -95,11 +97,18 @@ def failure_of(folder: Path, attempt: int, ranks: int, exit_codes: dict[int, int
     for local in range(ranks):
         snapshot, cause, code = heartbeat.read(folder / str(local)), cause_of(folder / str(local)), exit_codes.get(local)
         rank, step = (snapshot.rank, snapshot.step) if snapshot else (local, -1)
+        log = _written(folder / str(local) / "stderr.log")
         if code is not None:
-            by_itself.append(Failure(rank, code, cause, attempt, step, code == -signal.SIGKILL and oom_killed()))
+            by_itself.append(Failure(rank, code, cause, attempt, step, code == -signal.SIGKILL and oom_killed(), log=log))
         elif (snapshot and snapshot.exit_code) or (folder / str(local) / "error.json").exists():
-            killed.append(Failure(rank, (snapshot and snapshot.exit_code) or 1, cause, attempt, step))
+            killed.append(Failure(rank, (snapshot and snapshot.exit_code) or 1, cause, attempt, step, log=log))
     return next((one for one in by_itself + killed if not one.is_consequence), by_itself[0])
+
+
+def _written(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return str(path) if path.stat().st_size else ""
+    return ""
 
 
 def exit_reasons(folder: Path | None, ranks: int) -> list[Failure]:

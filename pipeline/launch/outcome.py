@@ -69,7 +69,7 @@ def _failed(result: LaunchResult, job: Job, end: Outcome) -> Outcome:
     why = result.given_up or "torchrun gave up"
     if result.nobody_came_back:
         why = f"the lost machine did not come back in {RETURN_SECONDS} s"
-    return replace(end, cause=f"{describe(failure, job.config)}; {why}; logs: {job.run / 'logs'}")
+    return replace(end, cause=f"{describe(failure, job.config)}; {why}; logs: {failure.log or job.run / 'logs'}")
 
 
 def broken(error: Exception, step: int, checkpoint: str | None, command: str) -> Outcome:

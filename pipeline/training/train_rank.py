@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Generator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -226,7 +227,8 @@ def run_or_exit(main: Callable[[Job], None], job: Job) -> None:
 
 def exit_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an error and end this process: the interpreter's own end may wait for an NCCL kernel that waits for a lost peer."""
-    sys.__excepthook__(kind, error, trace)
+    # torch's own hook stands before this one, reads what it writes to sys.stderr, and never gets to print it.
+    traceback.print_exception(kind, error, trace, file=sys.__stderr__)
     if not issubclass(kind, KeyboardInterrupt):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

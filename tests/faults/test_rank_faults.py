@@ -164,6 +164,12 @@ def test_the_first_cause_is_reported_and_a_step_that_fails_twice_ends_it(
     assert "onnection" not in said
     assert status(experiment)["cause"].startswith(cause)
     assert status(experiment)["rank"] == int(fault.split(":")[1])
+    if fault.startswith("raising"):
+        # The traceback, in the file that the line names.
+        log = Path(status(experiment)["cause"].rpartition("logs: ")[2])
+        assert log.name == "stderr.log"
+        assert "Traceback" in log.read_text()
+        assert log.read_text().endswith("RuntimeError: the cable is loose\n")
     record_property("happened", f"exit 6: {cause}; step 12 has failed twice")
 
 

@@ -158,6 +158,8 @@ def test_a_rank_that_failed_again_and_again_is_described_with_the_reason_for_giv
     gone = judged(job, LaunchResult(exit_code=1, failures=[FAILED], given_up="lost thrice", nobody_came_back=True))
     assert gone.cause.endswith(f": no; the lost machine did not come back in 600 s; {logs}")
     assert judged(job, LaunchResult(exit_code=1, failures=[replace(FAILED, exit_code=-9)])).exit_code == 6
+    named = judged(job, LaunchResult(exit_code=1, failures=[replace(FAILED, log="logs/1/stderr.log")]))
+    assert named.cause.endswith("torchrun gave up; logs: logs/1/stderr.log")
 
 
 @pytest.mark.parametrize(
