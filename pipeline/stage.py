@@ -96,7 +96,7 @@ class RankStage:
         job, run, (progress, stop) = self._job, self._job.run, around
         step = journals.last(job.journal, "metrics").get("step", 0)
         mirror = MirrorProcess(run, self._paths)
-        status.running(run, step, self.command)
+        status.running(run, step, checkpoints.newest(run), self.command)
         started_at = time.monotonic()
         try:
             with progress:

@@ -67,14 +67,20 @@ def run(config: Config, paths: Paths, resume: Path | None = None) -> int:
         title = f"{config.model.name} on {config.data.name} {name[:6]}"
         imported = import_run(resume, job, identity, run_header(config, title)) if resume else None
         progress = Progress(job.journal, steps_per_epoch * config.train.epochs, steps_per_epoch)
-        where = f"{config.dist.world_size} x {placement.device}, {placement.backend}, {placement.precision}"
-        kept = checkpoints.newest(job.run)
-        progress.say(f"training {config.model.name} on {manifest.name}: {where}, run {name}" + (f", going on from {kept}" if kept else ""))
+        progress.say(what_begins(job, manifest.name))
         if config.dist.world_size < asked:
             progress.say(f"world size {config.dist.world_size} and not {asked}, as ranks that share a GPU are slow; the bits are the same")
         if imported:
             progress.say(imported)
         return carry_out(job, paths, lock, progress, facts_of(config, placement, manifest, name, receipts.git_state()))
+
+
+def what_begins(job: Job, data: str) -> str:
+    """The first line for people."""
+    dist, kept = job.config.dist, checkpoints.newest(job.run)
+    batch = f"global batch {dist.images_per_step}" + (f" in {dist.lanes} lanes" if dist.lanes else "")
+    where = f"{dist.world_size} x {job.device}, {job.backend}, {job.precision}, {batch}"
+    return f"training {job.config.model.name} on {data}: {where}, run {job.run.name}" + (f", going on from {kept}" if kept else "")
 
 
 def check_journal(journal: Path, name: str) -> None:

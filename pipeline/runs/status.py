@@ -43,9 +43,9 @@ class Outcome:
                 file.truncate()
 
 
-def running(run: Path, step: int, command: str) -> None:
-    """Until there is an ending, by whom, and how to go on."""
-    Outcome("running", None, "", None, step, None, command, f"{os.getpid()} on {socket.gethostname()}").write(run)
+def running(run: Path, step: int, checkpoint: str | None, command: str) -> None:
+    """Until there is an ending: from where, by whom, and how to go on."""
+    Outcome("running", None, "", None, step, checkpoint, command, f"{os.getpid()} on {socket.gethostname()}").write(run)
 
 
 def message(outcome: Outcome) -> str:
