@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, Literal
 
 from pipeline.config import Config, ConfigError, PeerError
@@ -77,7 +78,7 @@ class RankStage:
         run = self._job.run
         step = journals.last(self._job.journal, "metrics").get("step", 0)
         end = status.Outcome("stopped", status.STOPPED, cause, None, step, checkpoints.newest(run), self.command)
-        end.write(run)
+        replace(end, stage=self._stage).write(run)
         progress.say(status.message(end))
         return status.STOPPED
 
@@ -96,7 +97,7 @@ class RankStage:
         job, run, (progress, stop) = self._job, self._job.run, around
         step = journals.last(job.journal, "metrics").get("step", 0)
         mirror = MirrorProcess(run, self._paths)
-        status.running(run, step, checkpoints.newest(run), self.command)
+        status.running(run, step, checkpoints.newest(run), self.command, self._stage)
         started_at = time.monotonic()
         try:
             with progress:
@@ -117,7 +118,7 @@ class RankStage:
             end = outcome.unpublished(end, error, self.command)
             message = status.message(end)
         journal.close()
-        end.write(run)
+        replace(end, stage=self._stage).write(run)
         # Workers do not wait for what MLflow has yet to take.
         members.end_job(end.exit_code or 0)
         progress.say(message)
@@ -198,7 +199,7 @@ def errors_in_status(job: Job, stage: str, paths: Paths) -> Generator[None]:
         with suppress(*outcome.EXPECTED):
             checkpoint = checkpoints.newest(job.run)
         with suppress(OSError):
-            outcome.broken(error, step, checkpoint, command_of(stage, paths)).write(job.run)
+            replace(outcome.broken(error, step, checkpoint, command_of(stage, paths)), stage=stage).write(job.run)
         raise
 
 

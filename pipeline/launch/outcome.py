@@ -21,17 +21,22 @@ NAMES = {2: "configuration", 3: "data", 4: "machine", 5: "diverged"}
 def judge(result: LaunchResult, job: Job, checkpoint: str | None, command: str) -> Outcome:
     """Return how the newest start in this run's journal ended."""
     end = journal.last(job.journal, "started", "finished", "stopped")["kind"]
-    step = journal.last(job.journal, "metrics", "finished", "stopped").get("step", 0)
+    # An evaluation has no steps of its own, and its figures are journaled for the best one.
+    kinds = ("finished", "stopped") if job.weights else ("metrics", "finished", "stopped")
+    step = journal.last(job.journal, *kinds).get("step", 0)
     if end == "finished" or (result.exit_code == 0 and end != "stopped"):
         # Also where a signal came when rank 0 had written all.
         return Outcome("done", 0, "", None, step, checkpoint, "")
-    stopped = _stopped(result, end == "stopped", step)
+    unsaved = (
+        "the evaluation was stopped on request" if job.weights else f"stopped on request after step {step}, when nothing could be saved"
+    )
+    stopped = _stopped(result, end == "stopped", step, unsaved)
     if stopped is not None:
         return Outcome("stopped", *stopped, None, step, checkpoint, command)
     return _failed(result, job, Outcome("failed", PeerError.exit_code, "", None, step, checkpoint, command))
 
 
-def _stopped(result: LaunchResult, saved: bool, step: int) -> tuple[int, str] | None:
+def _stopped(result: LaunchResult, saved: bool, step: int, unsaved: str) -> tuple[int, str] | None:
     """Return exit code and cause if the ranks were stopped, None if they failed."""
     if result.stopped_at_once:
         return INTERRUPTED if result.stopped_by == signal.SIGINT else TERMINATED, "stopped at once by a second signal"
@@ -41,7 +46,7 @@ def _stopped(result: LaunchResult, saved: bool, step: int) -> tuple[int, str] | 
         return STOPPED, f"stopped on request at step {step}"
     final = any(one.exit_code in FINAL_EXITS and not one.waiting for one in result.failures)
     if not final and (result.stopped_by is not None or result.agent_was_stopped):
-        return STOPPED, f"stopped on request after step {step}, when nothing could be saved"
+        return STOPPED, unsaved
     return None
 
 

@@ -30,6 +30,7 @@ class Outcome:
     command: str
     # Whose it was while it ran: a kill -9 of everything leaves this behind.
     process: str | None = None
+    stage: str = "train"
 
     def write(self, run: Path) -> None:
         """For other programs: DVC and torchrun swallow exit codes."""
@@ -43,9 +44,9 @@ class Outcome:
                 file.truncate()
 
 
-def running(run: Path, step: int, checkpoint: str | None, command: str) -> None:
+def running(run: Path, step: int, checkpoint: str | None, command: str, stage: str = "train") -> None:
     """Until there is an ending: from where, by whom, and how to go on."""
-    Outcome("running", None, "", None, step, checkpoint, command, f"{os.getpid()} on {socket.gethostname()}").write(run)
+    Outcome("running", None, "", None, step, checkpoint, command, f"{os.getpid()} on {socket.gethostname()}", stage).write(run)
 
 
 def message(outcome: Outcome) -> str:

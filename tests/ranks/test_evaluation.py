@@ -22,6 +22,7 @@ from pipeline.data.batches import Pixels, chunks
 from pipeline.hardware import machine
 from pipeline.params import load
 from tests.kit.experiment import ROOT, Experiment
+from tests.kit.trainings import status
 
 SHAPE = {"data": {"name": "synthetic:1018", "image_size": 12}, "model__name": "resnet18", "train__epochs": 1}
 
@@ -36,6 +37,8 @@ def test_train_and_evaluate_make_one_run_that_tells_all(experiment: Experiment) 
         assert "test accuracy" in experiment.run("evaluate")
         found.append(experiment.json("metrics/eval.json"))
     assert found[0] == found[1]
+    ended = status(experiment)
+    assert (ended["stage"], ended["outcome"], ended["step"]) == ("evaluate", "done", experiment.json("models/receipt.json")["steps"])
     assert found[0]["total"] == 509
     assert found[0]["accuracy"] == found[0]["correct"] / 509
     check_tables(experiment, found[0])

@@ -13,7 +13,7 @@ import pytest
 from pipeline.config import Config, DataError, MachineError, PeerError
 from pipeline.job import Job
 from pipeline.launch import outcome
-from pipeline.launch.failures import Failure, LaunchResult, failure_of, signal_name
+from pipeline.launch.failures import Failure, LaunchResult
 from pipeline.launch.outcome import broken, describe, judge, unpublished
 from pipeline.runs.status import Outcome
 
@@ -48,6 +48,15 @@ def test_an_earlier_start_is_no_word_of_the_newest(job: Job) -> None:
     assert judged(job, LaunchResult(stopped_by=signal.SIGTERM, exit_code=1), FINISHED, *again).step == 22
     assert judged(job, LaunchResult(exit_code=1, failures=[FAILED]), SAVED, STARTED).outcome == "failed"
     assert judged(job, LaunchResult(exit_code=-15, failures=[FAILED]), SAVED, STARTED).outcome == "failed"
+
+
+def test_an_evaluation_has_no_steps_of_its_own(job: Job) -> None:
+    job = job.model_copy(update={"weights": job.run / "model.safetensors"})
+    again = [FINISHED, {"kind": "metrics", "at": 0, "step": 10, "values": {"test/accuracy": 0.5}}, STARTED | {"stage": "evaluate"}]
+    assert judged(job, LaunchResult(), *again) == DONE
+    cause = "the evaluation was stopped on request"
+    stopped = LaunchResult(stopped_by=signal.SIGTERM, exit_code=1)
+    assert judged(job, stopped, *again) == Outcome("stopped", 75, cause, None, 20, "kept", "dvc repro")
 
 
 def test_a_run_without_figures_ended_in_step_0(job: Job) -> None:
@@ -201,25 +210,6 @@ def test_what_helps_where_memory_is_short_is_what_has_an_effect(dist: dict[str, 
 )
 def test_a_failure_is_described_in_a_few_words(failure: Failure, words: str) -> None:
     assert describe(failure, CONFIG) == words
-
-
-NCCL = """[rank1]:[E1122 10:00:00.1 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0 Rank 1] Process group watchdog thread terminated with \
-exception: NCCL error: remote process exited or there was a network error, NCCL version 2.30.7
-terminate called after throwing an instance of 'c10::DistBackendError'
-frame #7: clone + 0x44 (0x7f in /lib/libc.so.6)
-"""
-
-
-@pytest.mark.parametrize(("said", "is_consequence"), [(NCCL, True), ("terminate called\nframe #7: clone + 0x44\n", False)])
-def test_a_rank_that_nccls_watchdog_aborted_has_lost_a_peer(said: str, is_consequence: bool, tmp_path: Path) -> None:
-    (tmp_path / "1").mkdir()
-    (tmp_path / "1" / "stderr.log").write_text(said)
-    found = failure_of(tmp_path, 0, 2, {1: -signal.SIGABRT}, lambda: False)
-    assert (found.rank, found.signal, found.is_consequence, found.deterministic) == (1, "SIGABRT", is_consequence, not is_consequence)
-
-
-def test_a_signal_without_a_name_is_a_number() -> None:
-    assert [signal_name(number) for number in (9, 40)] == ["SIGKILL", "signal 40"]
 
 
 def test_a_launcher_that_cannot_go_on_names_the_file_and_the_reason() -> None:

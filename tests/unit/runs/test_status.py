@@ -34,6 +34,7 @@ def test_an_ending_is_written_whole_and_for_reading(tmp_path: Path) -> None:
         "checkpoint": "runs/a/checkpoints/step-00000020.safetensors",
         "command": "dvc repro",
         "process": None,
+        "stage": "train",
     }
     assert (tmp_path / "status.json").read_text().splitlines()[1] == '  "outcome": "stopped",'
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
@@ -49,9 +50,9 @@ def test_where_no_new_file_can_be_written_the_old_one_takes_the_ending(before: s
 
 
 def test_a_run_under_way_names_its_process(tmp_path: Path) -> None:
-    running(tmp_path, 40, "kept", "again")
+    running(tmp_path, 40, "kept", "again", "evaluate")
     expected = {"outcome": "running", "exit_code": None, "cause": "", "rank": None, "step": 40, "checkpoint": "kept", "command": "again"}
-    assert status(tmp_path) == expected | {"process": f"{os.getpid()} on {socket.gethostname()}"}
+    assert status(tmp_path) == expected | {"process": f"{os.getpid()} on {socket.gethostname()}", "stage": "evaluate"}
 
 
 def test_people_are_told_the_cause_what_is_kept_and_how_to_go_on() -> None:

@@ -1,0 +1,34 @@
+"""Which of several failed ranks is the cause, and what it left to read."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from pipeline.launch.failures import failure_of, signal_name
+
+NCCL = """[rank1]:[E1122 10:00:00.1 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0 Rank 1] Process group watchdog thread terminated with \
+exception: NCCL error: remote process exited or there was a network error, NCCL version 2.30.7
+terminate called after throwing an instance of 'c10::DistBackendError'
+frame #7: clone + 0x44 (0x7f in /lib/libc.so.6)
+"""
+
+
+@pytest.mark.parametrize(("said", "is_consequence"), [(NCCL, True), ("terminate called\nframe #7: clone + 0x44\n", False)])
+def test_a_rank_that_nccls_watchdog_aborted_has_lost_a_peer(said: str, is_consequence: bool, tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "stderr.log").write_text(said)
+    found = failure_of(tmp_path, 0, 2, {1: -signal.SIGABRT}, lambda: False)
+    assert (found.rank, found.signal, found.is_consequence, found.deterministic) == (1, "SIGABRT", is_consequence, not is_consequence)
+
+
+def test_a_signal_without_a_name_is_a_number() -> None:
+    assert [signal_name(number) for number in (9, 40)] == ["SIGKILL", "signal 40"]
+
+
+def test_a_rank_that_wrote_to_stderr_names_the_file(tmp_path: Path) -> None:
+    for local, said in enumerate(("Traceback", "")):
+        (tmp_path / str(local)).mkdir()
+        (tmp_path / str(local) / "stderr.log").write_text(said)
+    assert failure_of(tmp_path, 0, 2, {0: 1}, lambda: False).log == str(tmp_path / "0" / "stderr.log")
+    assert failure_of(tmp_path, 0, 2, {1: 1}, lambda: False).log == ""
