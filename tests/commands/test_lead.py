@@ -143,7 +143,8 @@ def test_a_name_that_stops_resolving_is_not_needed_any_more(tmp_path: Path, refe
     if os.getuid() != 0:
         pytest.skip("only root can give a process names of its own")
     job, hosts = Job(tmp_path, **LONG), tmp_path / "hosts"
-    hosts.write_text("127.0.0.1 leader.of.this.job\n")
+    # Whichever agent comes first looks for a free port at localhost.
+    hosts.write_text("127.0.0.1 localhost\n127.0.0.1 leader.of.this.job\n")
     own = experiment_in(tmp_path / "worker", **LONG)
     join = f"mount --bind {hosts} /etc/hosts && exec {sys.executable} -m pipeline join leader.of.this.job:{job.port} --params {own.params}"
     worker = subprocess.Popen(
@@ -151,7 +152,7 @@ def test_a_name_that_stops_resolving_is_not_needed_any_more(tmp_path: Path, refe
     )
     leader = job.lead()
     job.wait_for_steps(20)
-    hosts.write_text("")
+    hosts.write_text("127.0.0.1 localhost\n")
     (rank,) = ranks_below(worker)
     rank.kill()
     code, said = end(leader)
