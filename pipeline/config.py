@@ -34,7 +34,7 @@ class PeerError(RuntimeError):
 
 
 # Of a key that takes a list or a word: which of them was meant, so that only what is wrong with that is told.
-LIST, WORD = "list", "word"
+LIST, WORD = "<list>", "<word>"
 LIST_OR_WORD = Discriminator(lambda value: WORD if isinstance(value, str) else LIST)
 
 

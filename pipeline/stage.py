@@ -76,7 +76,7 @@ class RankStage:
 
     def _stopped_before_start(self, cause: str, progress: Progress) -> int:
         run = self._job.run
-        step = journals.last(self._job.journal, "metrics").get("step", 0)
+        step = journals.reached(self._job.journal, self._stage == "evaluate")
         end = status.Outcome("stopped", status.STOPPED, cause, None, step, checkpoints.newest(run), self.command)
         replace(end, stage=self._stage).write(run)
         progress.say(status.message(end))
@@ -95,7 +95,7 @@ class RankStage:
 
     def _run(self, module: str, members: Membership, journal: Journal, around: tuple[Progress, StopRequest], publish: Publish) -> int:
         job, run, (progress, stop) = self._job, self._job.run, around
-        step = journals.last(job.journal, "metrics").get("step", 0)
+        step = journals.reached(job.journal, self._stage == "evaluate")
         mirror = MirrorProcess(run, self._paths)
         status.running(run, step, checkpoints.newest(run), self.command, self._stage)
         started_at = time.monotonic()
@@ -195,7 +195,7 @@ def errors_in_status(job: Job, stage: str, paths: Paths) -> Generator[None]:
         step, checkpoint = 0, None
         # Either may be what is damaged.
         with suppress(*outcome.EXPECTED):
-            step = journals.last(job.journal, "metrics").get("step", 0)
+            step = journals.reached(job.journal, stage == "evaluate")
         with suppress(*outcome.EXPECTED):
             checkpoint = checkpoints.newest(job.run)
         with suppress(OSError):

@@ -43,7 +43,7 @@ def ranks(config: Config, machine: Machine) -> list[Finding]:
 def _fewer_ranks(dist: Dist, most: int) -> str:
     """The settings of the same experiment with as many ranks as possible, but no more than `most` per node."""
     settings = ", ".join(f"{name}: {value}" for name, value in fewer_ranks(dist, most).items())
-    return f"set dist.{settings}{', lanes_per_rank: null' if dist.lanes_per_rank else ''}"
+    return f"set dist.{settings}{', lanes_per_rank: null' if isinstance(dist.lanes_per_rank, list) else ''}"
 
 
 def memory(dist: Dist, limit_bytes: int | None, device: str) -> list[Finding]:

@@ -47,7 +47,9 @@ def a_gpu_each(config: Config, machine: Machine) -> Config:
     dist, gpus = config.dist, len(machine.gpus)
     if not 0 < gpus < dist.world_size or dist.nodes > 1 or dist.backend != "auto" or dist.reduction != "ordered":
         return config
-    return config.model_copy(update={"dist": dist.model_copy(update=fewer_ranks(dist, gpus) | {"lanes_per_rank": None})})
+    # A list is one of as many ranks as were asked for.
+    shares = {"lanes_per_rank": None} if isinstance(dist.lanes_per_rank, list) else {}
+    return config.model_copy(update={"dist": dist.model_copy(update=fewer_ranks(dist, gpus) | shares)})
 
 
 def fewer_ranks(dist: Dist, most: int) -> dict[str, int]:

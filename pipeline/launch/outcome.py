@@ -21,9 +21,7 @@ NAMES = {2: "configuration", 3: "data", 4: "machine", 5: "diverged"}
 def judge(result: LaunchResult, job: Job, checkpoint: str | None, command: str) -> Outcome:
     """Return how the newest start in this run's journal ended."""
     end = journal.last(job.journal, "started", "finished", "stopped")["kind"]
-    # An evaluation has no steps of its own, and its figures are journaled for the best one.
-    kinds = ("finished", "stopped") if job.weights else ("metrics", "finished", "stopped")
-    step = journal.last(job.journal, *kinds).get("step", 0)
+    step = journal.reached(job.journal, evaluated=job.weights is not None)
     if end == "finished" or (result.exit_code == 0 and end != "stopped"):
         # Also where a signal came when rank 0 had written all.
         return Outcome("done", 0, "", None, step, checkpoint, "")

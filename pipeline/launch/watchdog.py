@@ -143,7 +143,7 @@ class Watchdog:
             if seconds > SLOW_SHARE * (now - self._window_at) and not self._warned_of_slow:
                 self._warned_of_slow = True
                 share = 100 * seconds / (now - self._window_at)
-                cure = "look at its device, or give it fewer lanes (dist.lanes_per_rank)"
+                cure = "look at its device, or where ranks may own unequal numbers, give it fewer lanes (dist.lanes_per_rank)"
                 self._say(f"rank {rank} is slow: the others wait for it {share:.0f} % of the time; {cure}")
         self._waited_for, self._window_at = {}, now
 

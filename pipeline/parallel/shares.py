@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from pipeline.heartbeat import Heartbeat
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.ranks import Ranks
 
@@ -15,8 +16,7 @@ TIMES = 5
 
 def by_speed(lanes: Lanes, task: Task, ranks: Ranks) -> Lanes:
     """The same lanes, shared out so that the slowest rank is done as early as possible; every rank must call it."""
-    ranks.heartbeat.computing()
-    seconds = torch.tensor([[seconds_of(lanes.own.start, task)]], dtype=torch.float64, device=ranks.device)
+    seconds = torch.tensor([[seconds_of(lanes.own.start, task, ranks.heartbeat)]], dtype=torch.float64, device=ranks.device)
     return replace(lanes, per_rank=shares(lanes.count, ranks.gather_rows(seconds, [1] * ranks.size).flatten().tolist()))
 
 
@@ -29,12 +29,14 @@ def shares(lanes: int, seconds: list[float]) -> list[int]:
     return found
 
 
-def seconds_of(lane: int, task: Task) -> float:
-    """The median time of forward and backward of one lane, on a copy of the model; the first one is not counted."""
+def seconds_of(lane: int, task: Task, heartbeat: Heartbeat) -> float:
+    """The median time of forward and backward of one lane, on a copy of the model; the first one is not counted, nor reading it."""
     model, taken = copy.deepcopy(task.model), list[float]()
+    images, labels = task.begin(0, lane)
     for _ in range(1 + TIMES):
+        heartbeat.computing()
         started_at = time.perf_counter()
-        loss, row = task.forward(model, 0, lane)
+        loss, row = task.loss(model, images, labels)
         loss.backward()
         if row.is_cuda:
             torch.cuda.synchronize(row.device)

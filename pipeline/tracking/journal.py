@@ -147,6 +147,11 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     return iter(Tail(path))
 
 
+def reached(path: Path, evaluated: bool) -> int:
+    """Return the step that a run has come to; an evaluation has none of its own, and its figures are journaled for the best one."""
+    return int(last(path, *(() if evaluated else ("metrics",)), "finished", "stopped").get("step", 0))
+
+
 def metrics_by_step(path: Path) -> dict[int, dict[str, float]]:
     """Return the metrics of every step, in the order of steps."""
     found: dict[int, dict[str, float]] = {}

@@ -228,10 +228,12 @@ def run_or_exit(main: Callable[[Job], None], job: Job) -> None:
 def exit_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an error and end this process: the interpreter's own end may wait for an NCCL kernel that waits for a lost peer."""
     # torch's own hook stands before this one, reads what it writes to sys.stderr, and never gets to print it.
-    traceback.print_exception(kind, error, trace, file=sys.__stderr__)
-    if not issubclass(kind, KeyboardInterrupt):
+    # On a full disk nothing can be printed.
+    with contextlib.suppress(OSError):
+        traceback.print_exception(kind, error, trace, file=sys.__stderr__)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+    if not issubclass(kind, KeyboardInterrupt):
         os._exit(1)
 
 

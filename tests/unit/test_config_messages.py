@@ -44,6 +44,8 @@ SAID = [
     ({"train": {"learning_rate": "inf"}}, "train.learning_rate: 'inf' is text, not a number"),
     ({"train": {"epochs": 0}}, "train.epochs: 0 is wrong; it must be greater than or equal to 1"),
     ({"train": {"epochs": [1]}}, "train.epochs: [1] is wrong; it must be a valid integer"),
+    ({"model": {"list": 3}}, "model.list: unknown key; known: name"),
+    ({"model": {"word": 3}}, "model.word: unknown key; known: name"),
     ({"dist": {"lanes_per_rank": "aut"}}, "dist.lanes_per_rank: 'aut' is wrong; it must be 'auto'"),
     ({"dist": {"lanes_per_rank": 3}}, "dist.lanes_per_rank: 3 is wrong; it must be a valid list"),
     ({"dist": {"lanes_per_rank": [1, 3.5]}}, "dist.lanes_per_rank.1: 3.5 is wrong; it must be a valid integer"),

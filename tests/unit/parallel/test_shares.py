@@ -1,15 +1,17 @@
 """Lanes by the speed of ranks."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from pipeline.heartbeat import Heartbeat
 from pipeline.parallel.lanes import Lanes, Task
-from pipeline.parallel.shares import by_speed, seconds_of, shares
+from pipeline.parallel.shares import TIMES, by_speed, seconds_of, shares
 from pipeline.ranks import Ranks
 from tests.unit.parallel.test_task import made
 
@@ -30,12 +32,24 @@ def test_the_slowest_rank_is_done_as_early_as_possible(lanes: int, seconds: list
     assert shares(lanes, seconds) == expected
 
 
-def slowed(task: Task, seconds: float) -> Task:
-    def batch(step: int, lane: int) -> tuple[torch.Tensor, torch.Tensor]:
-        time.sleep(seconds)
-        return task.batch(step, lane)
+class Beats(Heartbeat):
+    """Counts them."""
 
-    return replace(task, batch=batch)
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.count = 0
+
+    def computing(self, step: int | None = None) -> None:
+        self.count += 1
+
+
+def slowed(task: Task, seconds: float) -> Task:
+    @contextmanager
+    def slowly() -> Iterator[None]:
+        time.sleep(seconds)
+        yield
+
+    return replace(task, autocast=slowly)
 
 
 def test_a_slow_rank_gets_fewer_and_all_ranks_agree(thread_ranks: Callable[..., list[Any]]) -> None:
@@ -48,6 +62,9 @@ def test_a_slow_rank_gets_fewer_and_all_ranks_agree(thread_ranks: Callable[..., 
 def test_the_model_is_as_it_was() -> None:
     task = made(dropout=0.5)
     before = {name: value.clone() for name, value in task.model.state_dict().items()}
-    assert seconds_of(0, slowed(task, 0.01)) >= 0.01
+    heartbeat = Beats()
+    assert seconds_of(0, slowed(task, 0.01), heartbeat) >= 0.01
+    # A watchdog would take it for hung that does not beat.
+    assert heartbeat.count == 1 + TIMES
     assert all(torch.equal(value, before[name]) for name, value in task.model.state_dict().items())
     assert all(parameter.grad is None for parameter in task.model.parameters())

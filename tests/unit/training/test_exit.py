@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +37,9 @@ def test_an_error_ends_a_rank_at_once_and_nothing_that_was_printed_is_lost(befor
     assert (done.returncode, done.stdout) == (1, "said before")
     assert "Traceback (most recent call last):" in done.stderr
     assert done.stderr.splitlines()[-1] == "RuntimeError: the peer is lost"
+
+
+def test_a_disk_that_is_full_keeps_no_rank() -> None:
+    with Path("/dev/full").open("w") as full:
+        program = PROGRAM.format(error="RuntimeError('the peer is lost')", before="")
+        assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=full, stderr=full, timeout=60).returncode == 1
