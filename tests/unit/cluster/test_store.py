@@ -57,6 +57,8 @@ def test_every_value_of_several_writers_is_read_once_by_each_reader(port: int) -
     assert reader.since("names", 0) == ["a", "a"]
     assert reader.get("nothing") is None
     writers[0].put("value", [1, None])
+    # Nobody waits for a value to be taken; what one connection sends is taken in its order.
+    assert writers[0].get("value") == [1, None]
     assert reader.get("value") == [1, None]
 
 
