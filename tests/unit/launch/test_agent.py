@@ -48,13 +48,19 @@ class Agent:
         with (folder / "log").open("a") as log:
             self.process = subprocess.Popen(words, pass_fds=(writer,), cwd=ROOT, env=variables, stderr=log)
         os.close(writer)
-        self._pipe = os.fdopen(reader)
+        self._pipe, self._seen = os.fdopen(reader), list[str]()
+
+    def until_started(self) -> None:
+        """Wait until the agent has said that its ranks run: until then a signal ends them at once."""
+        while not self._seen or '"started"' not in self._seen[-1]:
+            self._seen.append(self._pipe.readline())
+            assert self._seen[-1], "it ended before that"
 
     def events(self) -> list[dict[str, Any]]:
         """What the ranks did, once the agent has ended."""
         self.process.wait(60)
         with self._pipe:
-            return [event for event in map(json.loads, self._pipe) if event["event"] != "fork-server"]
+            return [event for event in map(json.loads, [*self._seen, *self._pipe]) if event["event"] != "fork-server"]
 
 
 ALONE = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=alone")
@@ -87,6 +93,7 @@ def test_any_number_of_signals_is_one_stop_that_ranks_may_take_their_time_for(tm
     )
     agent = Agent(tmp_path, doing, *ALONE)
     until(lambda: len(list(tmp_path.glob("began-*"))) == 2, agent.process)
+    agent.until_started()
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         agent.process.send_signal(number)
         time.sleep(0.2)
