@@ -112,7 +112,7 @@ def check_names(config: Config, params: Path) -> None:
     try:
         data.check(config.data.name)
         models.check(config.model.name)
-        parallel.check(config.dist.strategy)
+        parallel.check(config.dist)
     except ConfigError as error:
         raise ConfigError(f"{params}: {error}") from None
 

@@ -92,7 +92,8 @@ class Dist(Section):
     global_batch: int | None = Field(default=None, ge=1)
     accumulation: int = Field(default=1, ge=1)
     strategy: str = "ddp"
-    algorithm: Literal["ring", "naive"] = "ring"
+    algorithm: Literal["ring", "naive", "1f1b", "gpipe"] | None = None
+    replicas: int = Field(default=1, ge=1)
     reduction: Literal["ordered", "native"] = "ordered"
     lanes: int | None = Field(default=4, ge=1)
     lanes_per_rank: Annotated[Annotated[list[int], Tag(LIST)] | Annotated[Literal["auto"], Tag(WORD)], LIST_OR_WORD] | None = None
@@ -118,20 +119,13 @@ class Dist(Section):
     @property
     def pieces_per_rank(self) -> list[int]:
         if isinstance(self.lanes_per_rank, list):
-            return list(self.lanes_per_rank)
+            return [self.pieces] if self.strategy == "dataparallel" else list(self.lanes_per_rank)
         whole, rest = divmod(self.pieces, self.world_size)
         return [whole + (rank < rest) for rank in range(self.world_size)]
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_batch()
-        if self.strategy != "allreduce" and self.algorithm != "ring":
-            raise ValueError(f"algorithm: only strategy: allreduce takes {self.algorithm}; set algorithm: ring")
-        if self.strategy == "fsdp" and self.lanes_per_rank == "auto":
-            raise ValueError("lanes_per_rank: fsdp computes in step, so ranks own equal numbers of lanes; set lanes_per_rank: null")
-        if self.strategy == "fsdp" and len(set(self.pieces_per_rank)) > 1:
-            why = f"lanes_per_rank: {self.lanes_per_rank}" if self.lanes_per_rank else f"lanes: {self.lanes} on {self.world_size} ranks"
-            raise ValueError(f"{why}: fsdp computes in step, so every rank owns as many; set another number, or strategy: ddp")
         if self.world_size % self.nodes:
             raise ValueError(f"nodes: {self.nodes} does not divide world_size ({self.world_size})")
         if self.reduction == "native":
@@ -168,8 +162,11 @@ class Dist(Section):
         if self.images_per_step % lanes:
             raise ValueError(f"lanes: {lanes} does not divide the global batch ({self.images_per_step}); set lanes or {self.batch_key}")
         own = self.lanes_per_rank
-        if isinstance(own, list) and (len(own) != self.world_size or sum(own) != lanes or min(own) < 1):
-            raise ValueError(f"lanes_per_rank: {own} must be {self.world_size} numbers of at least 1 that add up to lanes ({lanes})")
+        if isinstance(own, list):
+            # One rank may have several GPUs.
+            count = len(own) if self.strategy == "dataparallel" else self.world_size
+            if len(own) != count or sum(own) != lanes or min(own) < 1:
+                raise ValueError(f"lanes_per_rank: {own} must be {count} numbers of at least 1 that add up to lanes ({lanes})")
 
 
 class Checkpoint(Section):
@@ -203,8 +200,9 @@ class Config(Section):
         always = {"lanes", "reduction", "strategy", "threads_per_rank"}
         dist = {"global_batch": self.dist.images_per_step} | self.dist.model_dump(include=always)
         if self.dist.reduction != "ordered":
-            placement = {"world_size", "nodes", "accumulation"} | ({"algorithm"} if self.dist.strategy == "allreduce" else set())
-            dist |= self.dist.model_dump(include=placement) | {"backend": backend}
+            dist |= self.dist.model_dump(include={"world_size", "nodes", "accumulation", "replicas"}) | {"backend": backend}
+            if self.dist.strategy == "allreduce":
+                dist["algorithm"] = self.dist.algorithm or "ring"
         return {
             "seed": self.seed,
             "data": self.data.model_dump(exclude={"root"}),

@@ -1,5 +1,6 @@
 """From what is asked for and what is here to where each rank runs; every check that needs the machine."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,7 +50,9 @@ def a_gpu_each(config: Config, machine: Machine) -> Config:
         return config
     # A list is one of as many ranks as were asked for.
     shares = {"lanes_per_rank": None} if isinstance(dist.lanes_per_rank, list) else {}
-    return config.model_copy(update={"dist": dist.model_copy(update=fewer_ranks(dist, gpus) | shares)})
+    changed = fewer_ranks(dist, gpus)
+    changed["replicas"] = math.gcd(dist.replicas, changed["world_size"])
+    return config.model_copy(update={"dist": dist.model_copy(update=changed | shares)})
 
 
 def fewer_ranks(dist: Dist, most: int) -> dict[str, int]:

@@ -5,9 +5,10 @@ whole global batch, however it was split.
 """
 
 import importlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from pipeline.config import unknown
+from pipeline.config import ConfigError, unknown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,10 +21,14 @@ if TYPE_CHECKING:
 
 CATALOGUE = {
     "allreduce": "pipeline.parallel.allreduce",
+    "dataparallel": "pipeline.parallel.dataparallel",
     "ddp": "pipeline.parallel.ddp",
     "fsdp": "pipeline.parallel.fsdp",
     "graphs": "pipeline.parallel.graphs",
+    "pipeline": "pipeline.parallel.pipeline",
 }
+# How a strategy does what it does; the first is what null means.
+ALGORITHMS = {"allreduce": ("ring", "naive"), "pipeline": ("1f1b", "gpipe")}
 
 
 class Holding(Protocol):
@@ -42,9 +47,16 @@ class Holding(Protocol):
         """Return the whole of them; every rank must call it."""
         ...
 
+    def counts(self, name: str) -> bool:
+        """Return True on one of the ranks that hold the same part of a parameter: a sum over ranks then has each part once."""
+        ...
+
 
 class Strategy(Holding, Protocol):
     """One way to turn a global batch into gradients."""
+
+    # The lanes of a step whose samples this rank reads.
+    reads: range
 
     def follow(self, optimizer: "Optimizer") -> None:
         """Learn of the optimizer of these parameters, before its first step."""
@@ -53,10 +65,35 @@ class Strategy(Holding, Protocol):
     def backward(self, step: int) -> "Totals": ...
 
 
-def check(name: str) -> None:
-    """ConfigError unless dist.strategy is in the catalogue."""
-    if name not in CATALOGUE:
-        raise unknown("dist.strategy", name, list(CATALOGUE))
+def check(settings: "Dist") -> None:
+    """ConfigError unless dist.strategy is in the catalogue, and the other settings suit it."""
+    if settings.strategy not in CATALOGUE:
+        raise unknown("dist.strategy", settings.strategy, list(CATALOGUE))
+    for problem in problems(settings):
+        raise ConfigError(f"dist.{problem}")
+
+
+def problems(settings: "Dist") -> Iterator[str]:
+    """Yield what does not suit dist.strategy."""
+    name, own, algorithms = settings.strategy, settings.lanes_per_rank, ALGORITHMS.get(settings.strategy, ())
+    if settings.algorithm not in (None, *algorithms):
+        takes = f"takes {' or '.join(algorithms)}" if algorithms else "has one algorithm alone"
+        yield f"algorithm: {settings.algorithm}: strategy: {name} {takes}; set algorithm: null"
+    if settings.replicas > 1 and name not in ("fsdp", "pipeline"):
+        yield f"replicas: strategy: {name} holds no model in parts; set replicas: 1"
+    if settings.world_size % settings.replicas:
+        yield f"replicas: {settings.replicas} does not divide world_size ({settings.world_size})"
+    if name == "fsdp" and own == "auto":
+        yield "lanes_per_rank: fsdp computes in step, so ranks own equal numbers of lanes; set lanes_per_rank: null"
+    if name == "fsdp" and len(set(settings.pieces_per_rank)) > 1:
+        why = f"lanes_per_rank: {own}" if own else f"lanes: {settings.lanes} on {settings.world_size} ranks"
+        yield f"{why}: fsdp computes in step, so every rank owns as many; set another number, or strategy: ddp"
+    if name == "pipeline" and own is not None:
+        yield "lanes_per_rank: all lanes go through every rank of a pipeline; set lanes_per_rank: null"
+    if name == "dataparallel" and settings.world_size > 1:
+        yield "world_size: dataparallel is one process with all GPUs; set world_size: 1"
+    if name == "dataparallel" and (own == "auto" or settings.reduction == "native"):
+        yield "strategy: dataparallel knows neither lanes_per_rank: auto nor reduction: native; set null and ordered"
 
 
 def build(task: "Task", lanes: "Lanes", ranks: "Ranks", settings: "Dist") -> Strategy:

@@ -23,10 +23,10 @@ class Ddp(Replicated):
 
     def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, ordered: bool):
         super().__init__(task.model)
-        self._task, self._lanes, self._ranks = task, lanes, ranks
+        self._task, self._lanes, self._ranks, self.reads = task, lanes, ranks, lanes.own
         # Buffers are not broadcast: every lane starts from the same ones, and their mean is taken below.
         self._ddp = DistributedDataParallel(task.model, forward_sync_buffers=False, gradient_as_bucket_view=True)
-        self._buffers = LaneBuffers(task.model, lanes, ranks)
+        self._buffers = LaneBuffers(task.model, lanes)
         self._gradients = LaneGradients(lanes, ranks, [one for one in task.model.parameters() if one.requires_grad]) if ordered else None
         if self._gradients is not None:
             self._ddp.register_comm_hook(None, self._gradients.hook)

@@ -21,6 +21,7 @@ from pipeline.config import ConfigError, Dist
 from pipeline.parallel import Strategy, ddp
 from pipeline.parallel.lane_buffers import LaneBuffers
 from pipeline.parallel.lanes import Lanes, Task, Totals, TreeNode, push
+from pipeline.parallel.mesh import groups
 from pipeline.parallel.ordered import OrderedSum, add
 from pipeline.parallel.remainders import Remainders, remainder, vector_elements
 from pipeline.ranks import Ranks
@@ -30,9 +31,9 @@ def build(task: Task, lanes: Lanes, ranks: Ranks, settings: Dist) -> Strategy:
     """FSDP; alone, a rank has nobody to share with."""
     if len(set(lanes.per_rank)) > 1:
         raise ConfigError(f"dist.strategy: fsdp computes in step, and ranks own unequal numbers of lanes ({lanes.per_rank}); set ddp")
-    if ranks.size == 1:
+    if ranks.size == settings.replicas:
         return ddp.build(task, lanes, ranks, settings)
-    return Fsdp(task, lanes, ranks, settings.reduction == "ordered")
+    return Fsdp(task, lanes, ranks, settings)
 
 
 class Fsdp:
@@ -44,17 +45,17 @@ class Fsdp:
 
     sharded = True
 
-    def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, ordered: bool):
-        self._task, self._lanes, self._ranks, self._ordered = task, lanes, ranks, ordered
+    def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, settings: Dist):
+        self._ordered = ordered = settings.reduction == "ordered"
+        self._task, self._lanes, self._ranks, self.reads = task, lanes, ranks, lanes.own
+        self._shares = ranks.size // settings.replicas
         model: Any = task.model
         on_cpu = ordered and ranks.device.type == "cpu"
         remainders = {name: self.part(name, remainder(one)).clone() for name, one in model.named_parameters() if on_cpu}
         keep_layouts(model)
         first_weights(model)
-        # Of the same group, with its timeout.
-        world = dist.group.WORLD
-        assert isinstance(world, dist.ProcessGroup)
-        mesh = DeviceMesh.from_group(world, ranks.device.type)
+        copy, peers = groups(ranks, settings)
+        mesh = DeviceMesh.from_group(copy, ranks.device.type)
         self._sums: list[OrderedReduceScatter] = []
         for block in [*blocks(model), model]:
             # The root too: weights that it kept would miss an update.
@@ -64,8 +65,8 @@ class Fsdp:
             part.set_force_sum_reduction_for_comms(True)
             part.set_custom_all_gather(Gather(ranks))
             if ordered:
-                self._sums.append(OrderedReduceScatter(lanes, ranks))
-            part.set_custom_reduce_scatter(self._sums[-1] if ordered else Scatter(ranks))
+                self._sums.append(OrderedReduceScatter(lanes, ranks, self._shares))
+            part.set_custom_reduce_scatter(self._sums[-1] if ordered else Scatter(ranks, peers))
         self._model: FSDPModule = model
         self._shared: dict[str, Any] = dict(model.named_parameters())
         # The same memory: what the optimizer does to these, it does to FSDP's.
@@ -73,7 +74,7 @@ class Fsdp:
         self._remainders = [
             (self.parameters[name], places, self._shared[name].numel() % vector_elements()) for name, places in remainders.items()
         ]
-        self._buffers = LaneBuffers(model, lanes, ranks)
+        self._buffers = LaneBuffers(model, lanes)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Let each element's update have the bits that it has in the whole tensor's."""
@@ -118,8 +119,8 @@ class Fsdp:
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """This rank's rows: as many as every other's, but at the end."""
-        rows = -(-len(whole) // self._ranks.size)
-        return whole[self._ranks.rank * rows : (self._ranks.rank + 1) * rows]
+        rows, index = -(-len(whole) // self._shares), self._ranks.rank % self._shares
+        return whole[index * rows : (index + 1) * rows]
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """All ranks' rows."""
@@ -127,6 +128,10 @@ class Fsdp:
         self._ranks.heartbeat.waiting()
         shared = DTensor.from_local(part, one.device_mesh, one.placements, run_check=False, shape=one.shape, stride=one.stride())
         return shared.full_tensor()
+
+    def counts(self, name: str) -> bool:
+        """The first copy's ranks."""
+        return self._ranks.rank < self._shares
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -186,10 +191,10 @@ class Gather(AllGather):
 
 
 class Scatter(ReduceScatter):
-    """torch's own, with the same word."""
+    """torch's own, with the same word; then the sum over the other copies of the model."""
 
-    def __init__(self, ranks: Ranks):
-        self._heartbeat = ranks.heartbeat
+    def __init__(self, ranks: Ranks, peers: "dist.ProcessGroup | None" = None):
+        self._heartbeat, self._peers = ranks.heartbeat, peers
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Fresh memory."""
@@ -199,6 +204,9 @@ class Scatter(ReduceScatter):
         """Reduce-scatter."""
         self._heartbeat.waiting()
         work = dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+        if self._peers is not None:
+            assert work is None
+            dist.all_reduce(output_tensor, op, self._peers)
         self._heartbeat.computing()
         return work
 
@@ -206,9 +214,9 @@ class Scatter(ReduceScatter):
 class OrderedReduceScatter(Scatter):
     """One block's gradients: those of earlier lanes are kept, and with the last one's this rank's share is summed over all lanes."""
 
-    def __init__(self, lanes: Lanes, ranks: Ranks):
+    def __init__(self, lanes: Lanes, ranks: Ranks, slices: int):
         super().__init__(ranks)
-        self._own, self._sum = lanes.own, OrderedSum(lanes, ranks)
+        self._own, self._sum = lanes.own, OrderedSum(lanes, slices=slices)
         self.start()
 
     def start(self) -> None:

@@ -23,7 +23,7 @@ def build(task: Task, lanes: Lanes, ranks: Ranks, settings: Dist) -> Replicas:
     """Graphs under the ordered reduction, or under the backend's own all-reduce."""
     own = flat_task(task, lanes)
     lane = own.lane if ranks.device.type == "cpu" else Graph(own).lane
-    return Replicas(own, lanes, ranks, lane, in_the_tree(lanes, ranks) if settings.reduction == "ordered" else all_reduced)
+    return Replicas(own, lanes, ranks, lane, in_the_tree(lanes) if settings.reduction == "ordered" else all_reduced)
 
 
 def all_reduced(stack: list[TreeNode[Tensor]]) -> Tensor:

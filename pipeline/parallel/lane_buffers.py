@@ -1,5 +1,6 @@
 """A model's buffers (BatchNorm's statistics) over the lanes of a step."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -7,20 +8,19 @@ from torch import Tensor, nn
 
 from pipeline.parallel.lanes import Lanes, TreeNode, push
 from pipeline.parallel.ordered import OrderedSum, add
-from pipeline.ranks import Ranks
 
 
 class LaneBuffers:
     """A model's buffers in a step: each lane starts from the same ones; floating-point ones become the mean over lanes."""
 
-    def __init__(self, model: nn.Module, lanes: Lanes, ranks: Ranks):
+    def __init__(self, model: nn.Module, lanes: Lanes):
         # Of one type each, so that a device copies a list in one launch.
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for buffer in model.buffers():
             by_type.setdefault(buffer.dtype, []).append(buffer)
         self._lists = list(by_type.values())
         self._floating = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-        self._sum = OrderedSum(lanes, ranks)
+        self._sum = OrderedSum(lanes)
         self._lanes = lanes
         self._before: list[list[Tensor]] = []
         self._stack: list[TreeNode[Tensor]] = []
@@ -42,7 +42,7 @@ class LaneBuffers:
         """Keep what the lane made of the floating-point buffers; after the last one, start to send them."""
         if not self._floating:
             return
-        own = torch.cat([buffer.flatten() for buffer in self._floating])
+        own = floating(self._floating)
         push(self._stack, (lane, 1, own), add)
         if lane == self._lanes.own[-1]:
             self._under_way = self._sum.scatter(self._stack, own)
@@ -53,5 +53,18 @@ class LaneBuffers:
             return
         self._sum.gather(self._under_way)
         mean = self._sum.result(self._under_way) / self._lanes.count
-        pieces = mean.split([buffer.numel() for buffer in self._floating])
-        torch._foreach_copy_(self._floating, [piece.view_as(buffer) for piece, buffer in zip(pieces, self._floating, strict=True)])  # pyright: ignore
+        set_floating(self._floating, mean)
+
+
+def floating(buffers: Iterable[Tensor]) -> Tensor:
+    """The floating-point ones as one flat tensor."""
+    found = [one.flatten() for one in buffers if one.is_floating_point()]
+    return torch.cat(found) if found else torch.empty(0)
+
+
+def set_floating(buffers: Iterable[Tensor], values: Tensor) -> None:
+    """Set them to the values of one flat tensor."""
+    found = [one for one in buffers if one.is_floating_point()]
+    if found:
+        pieces = values.split([one.numel() for one in found])
+        torch._foreach_copy_(found, [piece.view_as(one) for piece, one in zip(pieces, found, strict=True)])  # pyright: ignore

@@ -86,6 +86,10 @@ class Replicated:
         """Nothing is to be gathered."""
         return part
 
+    def counts(self, name: str) -> bool:
+        """Nothing is summed over ranks."""
+        return True
+
 
 @dataclass(frozen=True)
 class Task:
@@ -111,7 +115,7 @@ class Task:
         """Start the generator that dropout draws from at the lane's seed."""
         seed_draws(draw_seed(self.seed, "lane", step, lane), device)
 
-    def loss(self, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of the losses of some images, and their row of totals."""
         with self.autocast():
             logits = model(images)
@@ -138,7 +142,8 @@ class Totals:
 
     def over_ranks(self) -> dict[str, float]:
         """Means over the global batch, the same on all ranks and on any number of ranks; every rank must call it."""
-        rows = self.ranks.gather_rows(torch.stack(self.rows), self.lanes.per_rank)
+        own = torch.stack(self.rows) if self.rows else torch.zeros(0, 2, dtype=torch.float64, device=self.ranks.device)
+        rows = self.ranks.gather_rows(own, self.lanes.per_rank)
         loss, correct = rows.sum(0).tolist()
         # Not on the device: a GPU would multiply with the reciprocal.
         return {"train/loss": loss / self.lanes.global_batch, "train/accuracy": correct / self.lanes.global_batch}

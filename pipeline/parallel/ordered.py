@@ -44,25 +44,31 @@ class _Sum:
 
 
 class OrderedSum:
-    """Sums flat tensors over all lanes of all ranks, in two moves that can be overlapped with other work."""
+    """Sums flat tensors over all lanes of a group's ranks, in two moves that can be overlapped with other work.
 
-    def __init__(self, lanes: Lanes, ranks: Ranks):
-        self._size = ranks.size
-        self._nodes = [list(maximal_nodes(lanes.of(rank))) for rank in range(ranks.size)]
+    Ranks get a slice each, or, where there are fewer slices, rank r the one of r modulo their number.
+    """
+
+    def __init__(self, lanes: Lanes, group: "dist.ProcessGroup | None" = None, slices: int | None = None):
+        self._size, self._group = len(lanes.per_rank), group
+        self._slices = slices or self._size
+        self._nodes = [list(maximal_nodes(lanes.of(rank))) for rank in range(self._size)]
 
     def scatter(self, stack: list[TreeNode[Tensor]], out: Tensor) -> _Sum:
         """Start to send every rank its slice of this rank's nodes; the sum will be in `out`, which may be a node itself."""
         values = [value for _, _, value in stack]
         if self._size == 1:
             return _Sum(out, values, None)
-        piece = -(-out.numel() // self._size)
-        send = values[0] if len(values) == 1 and piece * self._size == out.numel() else _sliced(values, self._size, piece)
+        piece = -(-out.numel() // self._slices)
+        send = values[0] if len(values) == 1 and piece * self._slices == out.numel() else _sliced(values, self._slices, piece)
+        if self._slices < self._size:
+            send = send.repeat(self._size // self._slices)
         counts = [len(nodes) for nodes in self._nodes]
         received = torch.empty(piece * sum(counts), dtype=out.dtype, device=out.device)
         # Without sizes where they are equal: a backend may have a faster way for that.
         equal = len(set(counts)) == 1
         to_here, from_here = (None, None) if equal else ([piece * count for count in counts], [piece * len(stack)] * self._size)
-        work = dist.all_to_all_single(received, send, to_here, from_here, async_op=True)
+        work = dist.all_to_all_single(received, send, to_here, from_here, self._group, async_op=True)
         return _Sum(out, list(received.split(piece)), work)
 
     def share(self, under_way: _Sum) -> Tensor:
@@ -83,7 +89,7 @@ class OrderedSum:
             return
         whole, out = own.numel() * self._size, under_way.out
         under_way.whole = out if whole == out.numel() else torch.empty(whole, dtype=out.dtype, device=out.device)
-        under_way.work = dist.all_gather_single(under_way.whole, own, async_op=True)
+        under_way.work = dist.all_gather_single(under_way.whole, own, self._group, async_op=True)
 
     def result(self, under_way: _Sum) -> Tensor:
         """The sum over all lanes, in `out`."""
@@ -113,7 +119,7 @@ class LaneGradients:
     """
 
     def __init__(self, lanes: Lanes, ranks: Ranks, parameters: list[Parameter]):
-        self._sum = OrderedSum(lanes, ranks)
+        self._sum = OrderedSum(lanes)
         self._lanes, self._device, self._pulse = lanes, ranks.device, ranks.heartbeat
         self._parameters = parameters
         self._index: dict[Tensor, int] = {parameter: index for index, parameter in enumerate(parameters)}

@@ -66,8 +66,8 @@ class Replicas(Replicated):
     ):
         super().__init__(task.task.model)
         self._task, self._lanes, self._ranks = task, lanes, ranks
-        self._lane, self._reduce = lane, reduce
-        self._buffers = LaneBuffers(task.task.model, lanes, ranks)
+        self._lane, self._reduce, self.reads = lane, reduce, lanes.own
+        self._buffers = LaneBuffers(task.task.model, lanes)
 
     def backward(self, step: int) -> Totals:
         """Gradients of the mean loss over the global batch, and the step's totals."""
@@ -92,9 +92,9 @@ class Replicas(Replicated):
         return Totals(rows, self._lanes, self._ranks)
 
 
-def in_the_tree(lanes: Lanes, ranks: Ranks) -> Reduce:
+def in_the_tree(lanes: Lanes, group: "dist.ProcessGroup | None" = None) -> Reduce:
     """The ordered sum over all lanes."""
-    sums = OrderedSum(lanes, ranks)
+    sums = OrderedSum(lanes, group)
 
     def reduce(stack: list[TreeNode[Tensor]]) -> Tensor:
         under_way = sums.scatter(stack, stack[-1][2])

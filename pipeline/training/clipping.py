@@ -14,6 +14,7 @@ class Clipping:
     def __init__(self, state: State, ranks: Ranks, most: float | None):
         self._most, self._ranks, self._sharded = most, ranks, state.sharded
         self._parameters: list[Parameter] = [one for group in state.optimizer.param_groups for one in group["params"]]
+        self._counted = state.counted
         self._per_rank: list[int] = []
         self._norm: Tensor | None = None
 
@@ -22,8 +23,10 @@ class Clipping:
         if self._most is None:
             return
         gradients = [one.grad for one in self._parameters if one.grad is not None]
+        counted = [one.grad for one in self._counted if one.grad is not None]
         # A row is never shared out.
-        rows = torch.cat([squares(one.flatten(1) if one.ndim > 1 else one.view(-1, 1)) for one in gradients])
+        rows = [squares(one.flatten(1) if one.ndim > 1 else one.view(-1, 1)) for one in counted]
+        rows = torch.cat([torch.empty(0, device=self._parameters[0].device), *rows])
         if self._sharded:
             rows = self._of_all_ranks(rows)
         # Sorted, so that the sum does not depend on who had which.

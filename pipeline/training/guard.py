@@ -103,9 +103,11 @@ def finite(figures: dict[str, float], step: int) -> dict[str, float]:
 
 def write_diagnosis(path: Path, task: Task, lanes: Lanes, group: Ranks, samples: Callable[[int, int], Tensor], step: int) -> str:
     """Write the samples of a step and the loss of each lane; every rank must call it, rank 0 writes. Returns a line about it."""
+    # Ranks of a pipeline compute together, each as often as any other.
+    asked = [*lanes.own, *[lanes.own[0]] * (max(lanes.per_rank) - len(lanes.own))]
     with torch.no_grad():
-        rows = torch.stack([task.forward(task.model, step, lane)[1][:1] for lane in lanes.own])
-    losses = group.gather_rows(rows, lanes.per_rank).flatten().tolist()
+        rows = torch.stack([task.forward(task.model, step, lane)[1][:1] for lane in asked])
+    losses = group.gather_rows(rows[: len(lanes.own)], lanes.per_rank).flatten().tolist()
     bad = [lane for lane, loss in enumerate(losses) if not math.isfinite(loss)]
     found = [{"lane": lane, "loss": repr(loss), "samples": samples(step, lane).tolist()} for lane, loss in enumerate(losses)]
     values = {"step": step, "lanes_without_a_loss": bad, "lanes": found}

@@ -23,6 +23,7 @@ class State:
         self._holding = holding or Replicated(model)
         self.sharded = self._holding.sharded
         self._parameters = self._holding.parameters
+        self.counted = [one for name, one in self._parameters.items() if self._holding.counts(name)]
         own: dict[str, Tensor] = model.state_dict()
         saved_buffers = {name: one for name, one in model.named_buffers() if name in own}
         self.average = Average(self._parameters | saved_buffers, ema_decay)

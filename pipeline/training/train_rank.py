@@ -129,8 +129,10 @@ def train(job: Job, group: Ranks, journal: Writer, executor: Executor | None = N
     check_backward(model, config.model.name, group.device)
     split, validation, hold = open_splits(job, group.device)
     order = Order(config.seed, len(split.labels), config.dist.images_per_step, config.dist.pieces)
-    task, lanes = cut(job, model, batches(job, split, pixels, order, hold), group, journal)
+    reader = batches(job, split, pixels, order, hold)
+    task, lanes = cut(job, model, reader, group, journal)
     strategy = parallel.build(task, lanes, group, config.dist)
+    reader.own = strategy.reads
     optimizer = schedule.optimizer(config.train, list(strategy.parameters.values()))
     strategy.follow(optimizer)
     state = State(model, optimizer, strategy, config.train.ema_decay)
@@ -167,7 +169,6 @@ def cut(job: Job, model: nn.Module, reader: Batches, group: Ranks, journal: Writ
     if config.dist.lanes_per_rank == "auto":
         lanes = by_speed(lanes, task, group)
         journal.event(LANES, per_rank=lanes.per_rank)
-    reader.own = lanes.own
     return task, lanes
 
 

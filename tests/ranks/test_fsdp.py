@@ -1,6 +1,7 @@
-"""FSDP: shares of the weights on every rank, and the bits of DDP."""
+"""FSDP and pipeline: every rank holds a part of the weights, and the bits are those of DDP."""
 
 import gc
+import itertools
 import math
 from collections import Counter
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch.nn import Parameter
 
 from pipeline import models
 from pipeline.job import Job
-from pipeline.parallel import fsdp
+from pipeline.parallel import fsdp, pipeline
 from pipeline.tracking.journal import Silent
 from pipeline.training import train_rank
 from pipeline.training.guard import Diverged
@@ -29,10 +30,13 @@ LENET, ADAMW, RESNET = "lenet, crop-flip, bf16", "mlp with dropout, adamw, bf16"
 MORE = {"clip_norm": 0.5, "ema_decay": 0.9}
 
 
-def job(folder: Path, case: str, strategy: str, size: int, run: str) -> Job:
+def job(folder: Path, case: str, strategy: str, size: int, run: str, replicas: int = 1) -> Job:
     found = job_of(folder, case, Placement(size), run)
     config = found.config
-    changed = {"dist": config.dist.model_copy(update={"strategy": strategy}), "train": config.train.model_copy(update=MORE)}
+    changed = {
+        "dist": config.dist.model_copy(update={"strategy": strategy, "replicas": replicas}),
+        "train": config.train.model_copy(update=MORE),
+    }
     return found.model_copy(update={"config": config.model_copy(update=changed)})
 
 
@@ -44,27 +48,28 @@ def test_a_sharded_training_has_the_bits_and_the_checkpoints_of_ddp(tmp_path: Pa
     cases = (LENET, ADAMW, RESNET)
     alone = {case: job(tmp_path, case, "ddp", 1, "ddp") for case in cases}
     (expected,) = run_ranks(1, *((trained, (alone[case], None)) for case in cases))
-    for size, shared in ((2, cases), (4, cases[:2])):
-        jobs = [job(tmp_path, case, "fsdp", size, f"fsdp-{size}") for case in shared]
+    placed = itertools.product(("fsdp", "pipeline"), ((2, 1, cases), (4, 1, cases[:2]), (4, 2, cases[:2])))
+    for strategy, (size, replicas, shared) in placed:
+        jobs = [job(tmp_path, case, strategy, size, f"{strategy}-{size}-{replicas}", replicas) for case in shared]
         for results in run_ranks(size, *((trained, (one, None)) for one in jobs)):
             assert results == expected[: len(shared)]
         for case, one in zip(shared, jobs, strict=True):
             # Momenta and best models too: the files are equal byte for byte.
-            assert files(one) == files(alone[case]), (case, size)
+            assert files(one) == files(alone[case]), (case, strategy, size, replicas)
             assert len(files(one)) == 3
 
 
 def test_what_one_strategy_saves_any_other_goes_on_from(tmp_path: Path, run_ranks) -> None:
-    chain = [("ddp", 2), ("fsdp", 4), ("allreduce", 3), ("fsdp", 2), ("graphs", 1), ("fsdp", 2)]
+    chain = [("ddp", 2), ("fsdp", 4), ("allreduce", 3), ("pipeline", 3), ("fsdp", 2), ("dataparallel", 1), ("pipeline", 2), ("graphs", 2)]
     for case in (LENET, ADAMW):
         ((expected, _),) = run_ranks(1, (trained, (job(tmp_path, case, "ddp", 1, "alone"), None)))[0]
         digest = ""
         for stop, (strategy, size) in enumerate(chain, 1):
             last = stop == len(chain)
             one = job(tmp_path, case, strategy, size, "passed on")
-            ((digest, step),) = run_ranks(size, (trained, (one, None if last else 3 * stop)))[0]
+            ((digest, step),) = run_ranks(size, (trained, (one, None if last else 2 * stop)))[0]
             # The question put after the signal is answered one step later, unless it came in time for the one before.
-            assert step in ([steps_of(case)] if last else [3 * stop, 3 * stop + 1]), (strategy, size)
+            assert step in ([steps_of(case)] if last else [2 * stop, 2 * stop + 1]), (strategy, size)
         assert digest == expected
 
 
@@ -102,9 +107,15 @@ def test_a_nan_on_one_rank_ends_all_of_them_alike(tmp_path: Path, run_ranks, kin
 
 
 def broken(group: Any, job: Job) -> str:
-    """What is said by a training in which one number of one rank's share of the gradients is NaN."""
+    """What is said by a training in which one number of one rank's part of the gradients is NaN."""
     patch, steps = pytest.MonkeyPatch(), Counter[Any]()
-    reduce_scatter = fsdp.OrderedReduceScatter.__call__
+    reduce_scatter, backward = fsdp.OrderedReduceScatter.__call__, pipeline.Pipeline.backward
+
+    def breaking_step(self: Any, step: int) -> Any:
+        totals = backward(self, step)
+        if step == STEP and group.rank == 1:
+            next(one.grad for one in self.parameters.values() if one.numel()).view(-1)[0] = math.nan
+        return totals
 
     def breaking(self: Any, output_tensor: Tensor, **rest: Any) -> None:
         reduce_scatter(self, output_tensor, **rest)
@@ -114,6 +125,7 @@ def broken(group: Any, job: Job) -> str:
                 output_tensor.view(-1)[0] = math.nan
 
     patch.setattr(fsdp.OrderedReduceScatter, "__call__", breaking)
+    patch.setattr(pipeline.Pipeline, "backward", breaking_step)
     train_rank.fix_bits(1)
     try:
         with pytest.raises(Diverged) as error:
@@ -123,9 +135,21 @@ def broken(group: Any, job: Job) -> str:
     return str(error.value)
 
 
-def test_a_nan_in_one_ranks_share_ends_all_of_them_alike(tmp_path: Path, run_ranks) -> None:
-    said = [text for (text,) in run_ranks(2, (broken, (make_job(tmp_path, **SHAPE, dist__strategy="fsdp"),)))]
-    assert said[0] == said[1]
+@pytest.mark.parametrize(
+    ("strategy", "size", "replicas"), [("fsdp", 2, 1), ("pipeline", 2, 1), ("pipeline", 3, 1), ("fsdp", 4, 2), ("pipeline", 4, 2)]
+)
+def test_a_nan_in_one_ranks_part_ends_all_of_them_alike(tmp_path: Path, run_ranks, strategy: str, size: int, replicas: int) -> None:
+    shape = {
+        **SHAPE,
+        "dist__strategy": strategy,
+        "dist__world_size": size,
+        "dist__replicas": replicas,
+        "dist__batch_size_per_gpu": None,
+        "dist__global_batch": 48,
+    }
+    said = [text for (text,) in run_ranks(size, (broken, (make_job(tmp_path, **shape),)))]
+    assert len(said) == size
+    assert len(set(said)) == 1
     assert f"the gradient of step {STEP} is not finite, and no weight was updated since" in said[0]
 
 

@@ -47,7 +47,7 @@ def ordered_sums(group, per_rank: list[int], sizes: list[int]) -> list[str]:
         stack: list[TreeNode[torch.Tensor]] = []
         for lane in lanes.own:
             push(stack, (lane, 1, leaf(size, lane)), torch.Tensor.add)
-        summed = OrderedSum(lanes, group)
+        summed = OrderedSum(lanes)
         under_way = summed.scatter(stack, torch.empty(size))
         summed.gather(under_way)
         found.append(summed.result(under_way).numpy().tobytes().hex())

@@ -35,7 +35,7 @@ def tree(size: int, lanes: int, dtype: torch.dtype) -> Tensor:
 
 def together(group: Ranks, per_rank: list[int], dtype: torch.dtype) -> list[Tensor]:
     lanes = Lanes(per_rank, group.rank, sum(per_rank))
-    summed, found = OrderedSum(lanes, group), []
+    summed, found = OrderedSum(lanes), []
     for size in SIZES:
         stack: list[TreeNode[Tensor]] = []
         for lane in lanes.own:
@@ -47,6 +47,28 @@ def together(group: Ranks, per_rank: list[int], dtype: torch.dtype) -> list[Tens
         assert summed.result(under_way) is out
         found.append(out)
     return found
+
+
+def own_slices(group: Ranks, per_rank: list[int], slices: int) -> list[Tensor]:
+    lanes = Lanes(per_rank, group.rank, sum(per_rank))
+    summed, found = OrderedSum(lanes, slices=slices), []
+    for size in SIZES:
+        stack: list[TreeNode[Tensor]] = []
+        for lane in lanes.own:
+            push(stack, (lane, 1, leaf(size, lane, torch.float32)), torch.Tensor.add)
+        found.append(summed.share(summed.scatter(stack, stack[-1][2])))
+    return found
+
+
+@pytest.mark.parametrize(("share", "slices"), [([1, 2, 2, 1], 2), ([2, 2], 1), ([1, 1, 1, 1], 2), ([1, 1, 1, 1], 1), ([3, 1], 2)])
+def test_where_there_are_fewer_slices_than_ranks_several_have_the_same(
+    share: list[int], slices: int, thread_ranks: Callable[..., list[Any]]
+) -> None:
+    for rank, found in enumerate(thread_ranks(len(share), own_slices, share, slices)):
+        for size, own in zip(SIZES, found, strict=True):
+            piece = -(-size // slices)
+            whole = torch.nn.functional.pad(tree(size, sum(share), torch.float32), (0, piece * slices - size))
+            assert torch.equal(own, whole.split(piece)[rank % slices]), (rank, size)
 
 
 def test_other_orders_of_these_values_have_other_bits() -> None:
@@ -66,7 +88,7 @@ def test_the_sum_has_the_bits_of_one_tree_on_any_ranks(dtype: torch.dtype, threa
 def late(group: Ranks, at: str) -> Tensor:
     """Two sums that overlap; the last rank comes late, so whoever does not wait for it takes what is not there yet."""
     lanes = Lanes([1, 1, 1], group.rank, 3)
-    summed = OrderedSum(lanes, group)
+    summed = OrderedSum(lanes)
     if group.rank == 2 and at == "scatter":
         time.sleep(0.1)
     values = [leaf(60000, group.rank, torch.float32) for _ in range(2)]
@@ -87,7 +109,7 @@ def test_a_sum_waits_for_the_rank_that_is_late(at: str, thread_ranks: Callable[.
 
 def overlapped(group: Ranks) -> list[float]:
     """How long it takes to start either move, where the last rank starts it half a second later."""
-    summed, value, seconds = OrderedSum(Lanes([1, 1, 1], group.rank, 3), group), leaf(60000, group.rank, torch.float32), []
+    summed, value, seconds = OrderedSum(Lanes([1, 1, 1], group.rank, 3)), leaf(60000, group.rank, torch.float32), []
 
     def timed(move: Callable[[], Any]) -> Any:
         if group.rank == 2:
@@ -118,7 +140,7 @@ def test_a_lone_rank_sends_nothing(alone: Ranks, monkeypatch: pytest.MonkeyPatch
 def moved(group: Ranks, size: int) -> tuple[int, int, int]:
     """How long a slice is, how many numbers this rank receives, and the size of the sum."""
     lanes = Lanes([2, 1, 3], group.rank, 6)
-    summed = OrderedSum(lanes, group)
+    summed = OrderedSum(lanes)
     stack: list[TreeNode[Tensor]] = []
     for lane in lanes.own:
         push(stack, (lane, 1, leaf(size, lane, torch.float32)), torch.Tensor.add)

@@ -1,0 +1,118 @@
+"""nn.DataParallel: one process and all GPUs that it sees, with a copy of the model and a thread for each of them.
+
+As there, the weights are copied to every GPU in each step, and the first GPU takes the gradients. The batch is cut into lanes, whose
+gradients are added up in the tree that `ddp` uses: the bits are the same. `dist.lanes_per_rank` says how many lanes each GPU takes:
+the first one may get fewer, as it has more to do. Without GPUs the CPU takes all lanes.
+"""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from pipeline.config import ConfigError, Dist
+from pipeline.parallel.lane_buffers import floating, set_floating
+from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, TreeNode, fold, push
+from pipeline.parallel.ordered import add
+from pipeline.parallel.replicas import FlatTask, flat_task
+from pipeline.ranks import Ranks
+
+
+def build(task: Task, lanes: Lanes, ranks: Ranks, settings: Dist) -> Replicated:
+    """All GPUs of this process; without any, its CPU."""
+    if ranks.device.type == "cpu":
+        return DataParallel(task, lanes, ranks, [ranks.device], [lanes.count])
+    count = torch.cuda.device_count()
+    # No more than there are lanes.
+    devices = [torch.device("cuda", index) for index in range(min(count, lanes.count))]
+    whole, rest = divmod(lanes.count, len(devices))
+    shares = [whole + (index < rest) for index in range(len(devices))]
+    if isinstance(settings.lanes_per_rank, list):
+        shares = settings.lanes_per_rank
+        if len(shares) > count:
+            raise ConfigError(f"dist.lanes_per_rank: {shares}: dataparallel takes a number for each GPU, and here are {count}")
+    return DataParallel(task, lanes, ranks, devices[: len(shares)], shares)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The model on one device, and its lanes."""
+
+    task: FlatTask
+    device: torch.device
+    own: range
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a device has computed: a row of totals for each lane, and the sums of gradients and of floating-point buffers."""
+
+    rows: list[Tensor]
+    gradients: list[TreeNode[Tensor]]
+    buffers: list[TreeNode[Tensor]]
+
+
+class DataParallel(Replicated):
+    """The copies compute at the same time; what they find is added up on the first device."""
+
+    def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, devices: list[torch.device], shares: list[int]):
+        super().__init__(task.model)
+        self._lanes, self._ranks, self.reads = lanes, ranks, lanes.own
+        self._first, cut = flat_task(task, lanes), Lanes(shares, 0, lanes.global_batch)
+        self._copies = [Copy(self._first, devices[0], cut.of(0))]
+        for index, device in enumerate(devices[1:], 1):
+            model = copy.deepcopy(task.model).to(device)
+            own: list[Tensor] = [one for one in model.parameters() if one.requires_grad]
+            self._copies.append(Copy(FlatTask(replace(task, model=model), lanes.global_batch, own), device, cut.of(index)))
+        self._threads = ThreadPoolExecutor(len(devices))
+        # One at a time.
+        self._reading, self._computing = Lock(), Lock()
+
+    def backward(self, step: int) -> Totals:
+        """Gradients of the mean loss over the global batch, and the step's totals."""
+        first = self._copies[0].device
+        for parameter in self._first.parameters:
+            parameter.grad = None
+        self._ranks.heartbeat.computing(step)
+        before = [one.clone() for one in self._first.task.model.buffers()]
+        rows: list[Tensor] = []
+        gradients: list[TreeNode[Tensor]] = []
+        buffers: list[TreeNode[Tensor]] = []
+        for found in self._threads.map(lambda one: self._compute(one, step, before), self._copies):
+            rows += [row.to(first) for row in found.rows]
+            for stack, nodes in ((gradients, found.gradients), (buffers, found.buffers)):
+                for start, size, value in nodes:
+                    push(stack, (start, size, value.to(first)), add)
+        for parameter, gradient in zip(self._first.parameters, self._first.views(fold(gradients, add)), strict=True):
+            parameter.grad = gradient
+        set_floating(self._first.task.model.buffers(), fold(buffers, add) / self._lanes.count)
+        return Totals(rows, self._lanes, self._ranks)
+
+    def _compute(self, one: Copy, step: int, before: list[Tensor]) -> Found:
+        """All lanes of one device."""
+        task, model, found = one.task.task, one.task.task.model, Found([], [], [])
+        with torch.cuda.device(one.device) if one.device.type == "cuda" else nullcontext():
+            if model is not self._first.task.model:
+                for mine, value in zip(model.parameters(), self._first.task.model.parameters(), strict=True):
+                    mine.detach().copy_(value.detach())
+            for lane in one.own:
+                for buffer, value in zip(model.buffers(), before, strict=True):
+                    buffer.copy_(value)
+                with self._reading:
+                    self._ranks.heartbeat.computing()
+                    images, labels = task.batch(step, lane)
+                with self._alone(one.device):
+                    task.seed_draws(step, lane, one.device)
+                    row, gradient = one.task.gradient(images.to(one.device), labels.to(one.device))
+                found.rows.append(row)
+                push(found.gradients, (lane, 1, gradient), add)
+                push(found.buffers, (lane, 1, floating(model.buffers())), add)
+        return found
+
+    def _alone(self, device: torch.device) -> AbstractContextManager[object]:
+        """CPUs have one generator for all threads."""
+        return self._computing if device.type == "cpu" else nullcontext()

@@ -1,0 +1,34 @@
+"""One process with several devices; here all of them are its CPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.parallel.dataparallel import DataParallel
+from pipeline.parallel.lanes import Lanes, Task
+from pipeline.ranks import Ranks
+from pipeline.training.checkpoint_file import weights_sha256
+from tests.ranks.test_strategies import BATCH, STEPS, autocast, batch_of, descend, make_model, one_process, tensors
+
+CPU = torch.device("cpu")
+
+
+def on_devices(group: Ranks, name: str, bf16: bool, shares: list[int]) -> tuple[str, Any]:
+    torch.use_deterministic_algorithms(True)
+    model, count = make_model(name, CPU), sum(shares)
+    task = Task(model, batch_of(count, CPU), 3, 0.1, autocast(bf16, CPU))
+    built = DataParallel(task, Lanes([count], 0, BATCH), group, [CPU] * len(shares), shares)
+    totals = []
+    for step in range(STEPS):
+        totals.append(built.backward(step).over_ranks())
+        descend(built.parameters.values())
+    return weights_sha256({name: value.clone() for name, value in tensors(model).items()}), totals
+
+
+@pytest.mark.parametrize("shares", [[4], [2, 2], [1, 3], [1, 2, 1], [1, 1, 1, 1], [2, 4]], ids=str)
+@pytest.mark.parametrize(("name", "bf16"), [("mlp", False), ("lenet", True), ("resnet18", False)])
+def test_several_devices_have_the_bits_of_one(name: str, bf16: bool, shares: list[int], thread_ranks: Callable[..., list[Any]]) -> None:
+    expected, _, totals = one_process(name, sum(shares), bf16)
+    assert thread_ranks(1, on_devices, name, bf16, shares) == [(expected, totals)]
