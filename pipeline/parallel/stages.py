@@ -20,10 +20,14 @@ def cut(model: nn.Module, count: int) -> list[nn.Module]:
         raise ConfigError(f"dist.strategy: pipeline needs a stage for each of {count} ranks, and {why}; lower dist.world_size, or set ddp")
     sizes = [sum(one.numel() for one in stage_of(model, *block, out).parameters()) for block, out in zip(blocks, leaving, strict=True)]
     bounds = [0, *best_cuts(tuple(sizes), count), len(blocks)]
-    return [
+    stages = [
         stage_of(model, blocks[begin][0], [node for _, nodes in blocks[begin:end] for node in nodes], leaving[end - 1])
         for begin, end in pairwise(bounds)
     ]
+    owned = [id(one) for stage in stages for one in [*stage.parameters(), *stage.buffers()]]
+    if len(set(owned)) < len(owned):
+        raise ConfigError(f"dist.strategy: pipeline cannot cut {type(model).__name__}, of which two stages share a weight; set ddp")
+    return stages
 
 
 def traced(model: nn.Module) -> fx.Graph:

@@ -45,12 +45,19 @@ class Branching(nn.Module):
         return images if images.sum() > 0 else -images
 
 
+def tied() -> nn.Module:
+    first, between, last = nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)
+    last.weight = first.weight
+    return nn.Sequential(first, between, last)
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
         (Asking, "which asks in its forward whether it is trained; set ddp"),
         (Branching, "which torch.fx cannot trace"),
         (lambda: nn.Linear(2, 2), "Linear can be cut in 0 places"),
+        (tied, "of which two stages share a weight; set ddp"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(build: Callable[[], nn.Module], words: str) -> None:
