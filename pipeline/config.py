@@ -200,7 +200,9 @@ class Config(Section):
         always = {"lanes", "reduction", "strategy", "threads_per_rank"}
         dist = {"global_batch": self.dist.images_per_step} | self.dist.model_dump(include=always)
         if self.dist.reduction != "ordered":
-            dist |= self.dist.model_dump(include={"world_size", "nodes", "accumulation", "replicas"}) | {"backend": backend}
+            dist |= self.dist.model_dump(include={"world_size", "nodes", "accumulation"}) | {"backend": backend}
+            if self.dist.replicas > 1:
+                dist["replicas"] = self.dist.replicas
             if self.dist.strategy == "allreduce":
                 dist["algorithm"] = self.dist.algorithm or "ring"
         return {

@@ -1,6 +1,5 @@
 """From what is asked for and what is here to where each rank runs; every check that needs the machine."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,20 +49,24 @@ def a_gpu_each(config: Config, machine: Machine) -> Config:
         return config
     # A list is one of as many ranks as were asked for.
     shares = {"lanes_per_rank": None} if isinstance(dist.lanes_per_rank, list) else {}
-    changed = fewer_ranks(dist, gpus)
-    changed["replicas"] = math.gcd(dist.replicas, changed["world_size"])
-    return config.model_copy(update={"dist": dist.model_copy(update=changed | shares)})
+    return config.model_copy(update={"dist": dist.model_copy(update=fewer_ranks(dist, gpus) | shares)})
 
 
 def fewer_ranks(dist: Dist, most: int) -> dict[str, int]:
     """Return the settings of the same experiment with as many ranks as possible, but no more than `most` per machine."""
     sizes = [size for size in range(dist.nodes * max(most, 1), 0, -dist.nodes) if dist.strategy != "fsdp" or dist.pieces % size == 0]
-    if dist.batch_size_per_gpu is None and dist.reduction == "ordered":
-        return {"world_size": sizes[0]}
-    size = next(size for size in sizes if dist.images_per_step % (size * dist.accumulation) == 0)
-    if dist.batch_size_per_gpu is None:
-        return {"world_size": size}
-    return {"world_size": size, "batch_size_per_gpu": dist.images_per_step // (size * dist.accumulation)}
+    width = dist.world_size // dist.replicas
+    if dist.replicas > 1:
+        # Copies of the model on as many ranks each, if there is room for one.
+        sizes.sort(key=lambda size: size % width > 0)
+    equal = dist.batch_size_per_gpu is not None or dist.reduction != "ordered"
+    size = next(size for size in sizes if not equal or dist.images_per_step % (size * dist.accumulation) == 0)
+    found = {"world_size": size}
+    if dist.replicas > 1:
+        found["replicas"] = size // width if size % width == 0 else 1
+    if dist.batch_size_per_gpu is not None:
+        found["batch_size_per_gpu"] = dist.images_per_step // (size * dist.accumulation)
+    return found
 
 
 def _check_gpus(machine: Machine) -> None:

@@ -29,6 +29,8 @@ CATALOGUE = {
 }
 # How a strategy does what it does; the first is what null means.
 ALGORITHMS = {"allreduce": ("ring", "naive"), "pipeline": ("1f1b", "gpipe")}
+# Those of which a rank holds a part of the model.
+IN_PARTS = ("fsdp", "pipeline")
 
 
 class Holding(Protocol):
@@ -79,7 +81,7 @@ def problems(settings: "Dist") -> Iterator[str]:
     if settings.algorithm not in (None, *algorithms):
         takes = f"takes {' or '.join(algorithms)}" if algorithms else "has one algorithm alone"
         yield f"algorithm: {settings.algorithm}: strategy: {name} {takes}; set algorithm: null"
-    if settings.replicas > 1 and name not in ("fsdp", "pipeline"):
+    if settings.replicas > 1 and name not in IN_PARTS:
         yield f"replicas: strategy: {name} holds no model in parts; set replicas: 1"
     if settings.world_size % settings.replicas:
         yield f"replicas: {settings.replicas} does not divide world_size ({settings.world_size})"
@@ -98,5 +100,8 @@ def problems(settings: "Dist") -> Iterator[str]:
 
 def build(task: "Task", lanes: "Lanes", ranks: "Ranks", settings: "Dist") -> Strategy:
     """The strategy of params.yaml for one rank."""
+    names = {name for name, _ in task.model.named_parameters(remove_duplicate=False)}
+    if settings.strategy in IN_PARTS and (tied := names - {name for name, _ in task.model.named_parameters()}):
+        raise ConfigError(f"dist.strategy: {settings.strategy}: {min(tied)} is the same weight as another, which is held whole; set ddp")
     strategy: Strategy = importlib.import_module(CATALOGUE[settings.strategy]).build(task, lanes, ranks, settings)
     return strategy

@@ -26,16 +26,17 @@ def build(task: Task, lanes: Lanes, ranks: Ranks, settings: Dist) -> Replicated:
     """All GPUs of this process; without any, its CPU."""
     if ranks.device.type == "cpu":
         return DataParallel(task, lanes, ranks, [ranks.device], [lanes.count])
-    count = torch.cuda.device_count()
-    # No more than there are lanes.
-    devices = [torch.device("cuda", index) for index in range(min(count, lanes.count))]
-    whole, rest = divmod(lanes.count, len(devices))
-    shares = [whole + (index < rest) for index in range(len(devices))]
-    if isinstance(settings.lanes_per_rank, list):
-        shares = settings.lanes_per_rank
-        if len(shares) > count:
-            raise ConfigError(f"dist.lanes_per_rank: {shares}: dataparallel takes a number for each GPU, and here are {count}")
-    return DataParallel(task, lanes, ranks, devices[: len(shares)], shares)
+    asked = settings.lanes_per_rank if isinstance(settings.lanes_per_rank, list) else None
+    shares = shared_out(lanes.count, torch.cuda.device_count(), asked)
+    return DataParallel(task, lanes, ranks, [torch.device("cuda", index) for index in range(len(shares))], shares)
+
+
+def shared_out(lanes: int, gpus: int, asked: list[int] | None) -> list[int]:
+    """How many lanes each GPU takes; no more GPUs than there are lanes."""
+    if asked is not None and len(asked) > gpus:
+        raise ConfigError(f"dist.lanes_per_rank: {asked}: dataparallel takes a number for each GPU, and here are {gpus}")
+    whole, rest = divmod(lanes, min(gpus, lanes))
+    return asked or [whole + (index < rest) for index in range(min(gpus, lanes))]
 
 
 @dataclass(frozen=True)

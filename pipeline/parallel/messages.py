@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.ranks import Ranks
 
-TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8)
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64, torch.bool)
 # Type, number of dimensions, and room for sizes and strides.
 HEADER, DIMENSIONS = 18, 8
 

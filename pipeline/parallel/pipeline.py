@@ -54,7 +54,10 @@ class Pipeline(Replicated):
         index = ranks.rank - self._first
         self._stage = stages[index]
         self._owners = owners(model, stages)
-        self._buffer_owners = [self._owners.get(name, 0) for name, _ in model.named_buffers()]
+        # Of one stage and type together.
+        self._buffers: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        for name, one in model.named_buffers():
+            self._buffers.setdefault((self._owners[name], one.dtype), []).append(one)
         self._shapes = {name: one.shape for name, one in model.named_parameters()}
         for name, one in model.named_parameters():
             if self._owners[name] != index:
@@ -85,7 +88,7 @@ class Pipeline(Replicated):
         own: dict[str, Tensor] = {}
         for parameter in self.parameters.values():
             # An optimizer then has a state of every parameter on every rank.
-            parameter.grad = None if parameter.numel() else torch.empty_like(parameter)
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad and not parameter.numel() else None
         self._ranks.heartbeat.computing(step)
         for turn in range(len(lanes) + self._ahead):
             if turn >= self._ahead:
@@ -109,9 +112,7 @@ class Pipeline(Replicated):
         # Only the first stage needs images, and only the last one labels.
         entering, labels = self._task.begin(step, lane) if lane in self.reads else (torch.empty(0), torch.empty(0))
         if not self._is_first:
-            entering = self._onward.receive(self._ranks.rank - 1).requires_grad_()
-            # Dropout goes on where the stage before has stopped.
-            set_draws(self._onward.receive(self._ranks.rank - 1), self._ranks.device)
+            entering = self._take_over(self._onward, self._ranks.rank - 1).requires_grad_()
         # A layer that works in place may not do so on what is differentiated for.
         stage = partial(functional_call, self._stage, buffers)
         if self._is_last:
@@ -121,9 +122,19 @@ class Pipeline(Replicated):
             return entering, loss * (1 / self._lanes.global_batch + (loss - loss).detach())
         with self._task.autocast():
             leaving: Tensor = stage(entering.clone())
-        self._onward.send(leaving.detach(), self._ranks.rank + 1)
-        self._onward.send(draws(self._ranks.device), self._ranks.rank + 1)
+        self._hand_over(self._onward, leaving.detach(), self._ranks.rank + 1)
         return entering, leaving
+
+    def _hand_over(self, messages: Messages, value: Tensor, rank: int) -> None:
+        """Send a lane, and where its random draws stand."""
+        messages.send(value, rank)
+        messages.send(draws(self._ranks.device), rank)
+
+    def _take_over(self, messages: Messages, rank: int) -> Tensor:
+        """Receive a lane; dropout goes on where the stage before has stopped."""
+        value = messages.receive(rank)
+        set_draws(messages.receive(rank), self._ranks.device)
+        return value
 
     def _differentiate(self, entering: Tensor, leaving: Tensor) -> Tensor:
         """One lane's backward through this stage; returns the gradient of its parameters as one flat tensor."""
@@ -142,22 +153,25 @@ class Pipeline(Replicated):
         for name, buffer in self._stage.named_buffers():
             if not buffer.is_floating_point():
                 buffer.copy_(last[name])
-        for (_, buffer), owner in zip(self._model.named_buffers(), self._buffer_owners, strict=True):
-            dist.broadcast(buffer, owner)
+        for (owner, _), some in self._buffers.items():
+            everyone = torch.cat([one.flatten() for one in some])
+            dist.broadcast(everyone, owner)
+            for one, value in zip(some, everyone.split([one.numel() for one in some]), strict=True):
+                one.copy_(value.view_as(one))
 
     def _forward(self, images: Tensor) -> Tensor:
         """The whole model, on images of every rank's own; all ranks call it at once."""
         rank, entering, logits = self._ranks.rank, images, images
         if not self._is_first:
-            self._back.send(images, self._first)
+            self._hand_over(self._back, images, self._first)
         for source in range(self._first, self._last + 1):
             if not self._is_first:
-                entering = self._onward.receive(rank - 1)
+                entering = self._take_over(self._onward, rank - 1)
             elif source != rank:
-                entering = self._back.receive(source)
+                entering = self._take_over(self._back, source)
             leaving: Tensor = self._stage(entering)
             if not self._is_last:
-                self._onward.send(leaving, rank + 1)
+                self._hand_over(self._onward, leaving, rank + 1)
             elif source != rank:
                 self._back.send(leaving, source)
             else:

@@ -27,6 +27,9 @@ def cut(model: nn.Module, count: int) -> list[nn.Module]:
     owned = [id(one) for stage in stages for one in [*stage.parameters(), *stage.buffers()]]
     if len(set(owned)) < len(owned):
         raise ConfigError(f"dist.strategy: pipeline cannot cut {type(model).__name__}, of which two stages share a weight; set ddp")
+    unused = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in owned]
+    if unused:
+        raise ConfigError(f"dist.strategy: pipeline cannot train {unused[0]}, which takes no part in {type(model).__name__}'s forward")
     return stages
 
 

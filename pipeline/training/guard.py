@@ -62,6 +62,9 @@ class NonFiniteGuard:
     def raise_if_diverged(self) -> None:
         """Raise Diverged, on every rank, if a gradient was non-finite; MachineError, on this rank alone, if kernels may have changed."""
         check_kernels(torch.cuda.memory_stats())
+        # One process may use several.
+        for index in range(torch.cuda.device_count()):
+            check_kernels(torch.cuda.memory_stats(index))
         if self._bad.item():
             step = self._first + int(self._good_steps.item())
             found = f"the gradient of step {step} is not finite, and no weight was updated since"

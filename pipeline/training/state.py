@@ -37,7 +37,7 @@ class State:
         for name, parameter in self._parameters.items():
             for key, value in states.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    yield f"{OPTIMIZER}{name}.{key}", name if value.shape == parameter.shape else None, value
+                    yield f"{OPTIMIZER}{name}.{key}", name if key != "step" and value.shape == parameter.shape else None, value
         for name, value in self.average.parts.items():
             yield AVERAGE + name, name if name in self._parameters else None, value
 

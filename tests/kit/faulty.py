@@ -61,7 +61,7 @@ class Fault:
 
     def short(self, _: Tensor) -> None:
         # As the allocator of a GPU counts an allocation that failed, also one that cuDNN then did without.
-        torch.cuda.memory_stats = lambda: {"num_ooms": 1}
+        torch.cuda.memory_stats = lambda *_: {"num_ooms": 1}
 
     def nan(self, images: Tensor) -> None:
         images[0, 0, 0, 0] = float("nan")

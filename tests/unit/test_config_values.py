@@ -161,7 +161,7 @@ def test_the_identity_is_all_that_can_change_the_bits() -> None:
     assert config.identity("a cpu", "bf16", "gloo") == parts
     assert train["epochs"] == 10
     native = Config.model_validate({"dist": {"world_size": 4, "nodes": 2, "accumulation": 2, **NATIVE}}).identity("a cpu", "bf16", "gloo")
-    placed = {"lanes": None, "reduction": "native", "world_size": 4, "nodes": 2, "accumulation": 2, "replicas": 1, "backend": "gloo"}
+    placed = {"lanes": None, "reduction": "native", "world_size": 4, "nodes": 2, "accumulation": 2, "backend": "gloo"}
     assert native == parts | {"dist": dist | placed}
 
 

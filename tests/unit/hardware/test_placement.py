@@ -79,3 +79,16 @@ def test_fewer_ranks_divide_a_global_batch_that_is_not_cut_into_lanes() -> None:
     native = Dist(world_size=4, batch_size_per_gpu=None, global_batch=256, lanes=None, reduction="native")
     assert fewer_ranks(native, 3) == {"world_size": 2}
     assert fewer_ranks(Dist(world_size=4, batch_size_per_gpu=None, global_batch=256), 3) == {"world_size": 3}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "replicas", "most", "expected"),
+    [(4, 2, 2, (2, 1)), (8, 2, 4, (4, 1)), (4, 4, 3, (3, 3)), (6, 3, 5, (4, 2)), (8, 4, 6, (6, 3)), (8, 2, 3, (3, 1))],
+)
+def test_copies_of_a_model_keep_their_number_of_ranks_where_there_is_room(
+    world_size: int, replicas: int, most: int, expected: tuple[int, int]
+) -> None:
+    dist = Dist(strategy="pipeline", world_size=world_size, replicas=replicas, batch_size_per_gpu=None, global_batch=256, lanes=8)
+    assert fewer_ranks(dist, most) == {"world_size": expected[0], "replicas": expected[1]}
+    each = Dist(strategy="pipeline", world_size=4, replicas=2, batch_size_per_gpu=64, lanes=4)
+    assert fewer_ranks(each, 3) == {"world_size": 2, "replicas": 1, "batch_size_per_gpu": 128}

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.parallel.dataparallel import DataParallel
+from pipeline.config import ConfigError
+from pipeline.parallel.dataparallel import DataParallel, shared_out
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.ranks import Ranks
 from pipeline.training.checkpoint_file import weights_sha256
@@ -25,6 +26,15 @@ def on_devices(group: Ranks, name: str, bf16: bool, shares: list[int]) -> tuple[
         totals.append(built.backward(step).over_ranks())
         descend(built.parameters.values())
     return weights_sha256({name: value.clone() for name, value in tensors(model).items()}), totals
+
+
+def test_lanes_are_shared_out_over_gpus_equally_or_as_asked() -> None:
+    assert shared_out(4, 1, None) == [4]
+    assert shared_out(5, 2, None) == [3, 2]
+    assert shared_out(2, 8, None) == [1, 1]
+    assert shared_out(4, 8, [1, 3]) == [1, 3]
+    with pytest.raises(ConfigError, match=r"dist.lanes_per_rank: \[1, 1, 2\]: dataparallel takes a number for each GPU, and here are 2"):
+        shared_out(4, 2, [1, 1, 2])
 
 
 @pytest.mark.parametrize("shares", [[4], [2, 2], [1, 3], [1, 2, 1], [1, 1, 1, 1], [2, 4]], ids=str)

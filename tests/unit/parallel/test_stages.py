@@ -51,12 +51,22 @@ def tied() -> nn.Module:
     return nn.Sequential(first, between, last)
 
 
+class Idle(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        self.idle = nn.Linear(2, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self[2](self[1](self[0](images)))
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
         (Asking, "which asks in its forward whether it is trained; set ddp"),
         (Branching, "which torch.fx cannot trace"),
         (lambda: nn.Linear(2, 2), "Linear can be cut in 0 places"),
+        (Idle, "cannot train idle.weight, which takes no part in Idle's forward"),
         (tied, "of which two stages share a weight; set ddp"),
     ],
 )

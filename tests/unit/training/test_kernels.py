@@ -15,7 +15,7 @@ def test_it_is_asked_before_figures_and_weights_are_kept(monkeypatch: pytest.Mon
     guard.raise_if_diverged()
     guard.check(1)
     # In the place of a GPU's allocator, which this machine may lack.
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_ooms": 1})
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda *_: {"num_ooms": 1})
     for keep in (guard.raise_if_diverged, lambda: guard.check(1)):
         with pytest.raises(MachineError, match="another kernel"):
             keep()
