@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -200,8 +201,9 @@ def test_divergence_ends_with_5() -> None:
     assert Diverged.exit_code == 5
 
 
-def told(group: Ranks, per_rank: list[int], bad: int | None, path: Path) -> str:
+def told(group: Ranks, per_rank: list[int], bad: int | None, path: Path, asked: list[int] | None = None) -> str:
     def batch(step: int, lane: int) -> tuple[Tensor, Tensor]:
+        (asked if asked is not None else []).append(group.rank)
         return torch.full((2, 3), math.inf if lane == bad else float(step)), torch.zeros(2, dtype=torch.long)
 
     task = Task(nn.Linear(3, 2, bias=False), batch, 1, 0.0, nullcontext)
@@ -213,8 +215,10 @@ def told(group: Ranks, per_rank: list[int], bad: int | None, path: Path) -> str:
 def test_the_samples_of_a_bad_step_are_written_with_the_lanes_that_lost_their_loss(
     per_rank: list[int], tmp_path: Path, thread_ranks: Callable[..., list[Any]]
 ) -> None:
-    path = tmp_path / "diverged.json"
-    said = thread_ranks(len(per_rank), told, per_rank, 1, path)
+    path, asked = tmp_path / "diverged.json", list[int]()
+    said = thread_ranks(len(per_rank), told, per_rank, 1, path, asked)
+    # Ranks of a pipeline compute together.
+    assert Counter(asked) == dict.fromkeys(range(len(per_rank)), max(per_rank))
     assert set(said) == {f"the loss of lanes [1] is non-finite, their samples: {path}"}
     # NaN and Infinity are no JSON.
     values = json.loads(path.read_text(), parse_constant=pytest.fail)
