@@ -97,7 +97,7 @@ class RankStage:
         job, run, (progress, stop) = self._job, self._job.run, around
         step = journals.reached(job.journal, self._stage == "evaluate")
         mirror = MirrorProcess(run, self._paths)
-        status.running(run, step, checkpoints.newest(run), self.command, self._stage)
+        status.running(run, step, self.command, self._stage)
         started_at = time.monotonic()
         try:
             with progress:

@@ -44,9 +44,9 @@ class Outcome:
                 file.truncate()
 
 
-def running(run: Path, step: int, checkpoint: str | None, command: str, stage: str = "train") -> None:
-    """Until there is an ending: from where, by whom, and how to go on."""
-    Outcome("running", None, "", None, step, checkpoint, command, f"{os.getpid()} on {socket.gethostname()}", stage).write(run)
+def running(run: Path, step: int, command: str, stage: str = "train") -> None:
+    """Until there is an ending: from where, by whom, and how to go on; no checkpoint, as later ones take its place."""
+    Outcome("running", None, "", None, step, None, command, f"{os.getpid()} on {socket.gethostname()}", stage).write(run)
 
 
 def message(outcome: Outcome) -> str:

@@ -150,7 +150,7 @@ def train(run: Path, keep: int = 2, steps: int | None = None, watch: Watch | Non
             journal.event("run", id="x", experiment="lossy", name="lossy", params={}, tags={})
         journal.event("started", stage="train", tags={})
         journal.sync()
-        running(run, 0, None, "again")
+        running(run, 0, "again")
         found = Told(run / "checkpoints", keep, ranks or OnlyRank(), run / "journal.jsonl", watch or Watch())
         _as_rank(run, found, steps, plan)
         journal.event("ended", stage="train", outcome="done" if steps is None else "stopped", cause="")

@@ -50,8 +50,8 @@ def test_where_no_new_file_can_be_written_the_old_one_takes_the_ending(before: s
 
 
 def test_a_run_under_way_names_its_process(tmp_path: Path) -> None:
-    running(tmp_path, 40, "kept", "again", "evaluate")
-    expected = {"outcome": "running", "exit_code": None, "cause": "", "rank": None, "step": 40, "checkpoint": "kept", "command": "again"}
+    running(tmp_path, 40, "again", "evaluate")
+    expected = {"outcome": "running", "exit_code": None, "cause": "", "rank": None, "step": 40, "checkpoint": None, "command": "again"}
     assert status(tmp_path) == expected | {"process": f"{os.getpid()} on {socket.gethostname()}", "stage": "evaluate"}
 
 
