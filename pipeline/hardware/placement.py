@@ -59,8 +59,8 @@ def fewer_ranks(dist: Dist, most: int) -> dict[str, int]:
     if dist.replicas > 1:
         # Copies of the model on as many ranks each, if there is room for one.
         sizes.sort(key=lambda size: size % width > 0)
-    equal = dist.batch_size_per_gpu is not None or dist.reduction != "ordered"
-    size = next(size for size in sizes if not equal or dist.images_per_step % (size * dist.accumulation) == 0)
+    must_divide = dist.batch_size_per_gpu is not None or dist.reduction != "ordered"
+    size = next(size for size in sizes if not must_divide or dist.images_per_step % (size * dist.accumulation) == 0)
     found = {"world_size": size}
     if dist.replicas > 1:
         found["replicas"] = size // width if size % width == 0 else 1

@@ -22,7 +22,7 @@ from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, TreeNode, p
 from pipeline.parallel.mesh import groups
 from pipeline.parallel.messages import Messages
 from pipeline.parallel.ordered import add, flat
-from pipeline.parallel.replicas import in_the_tree
+from pipeline.parallel.replicas import in_the_tree, views
 from pipeline.parallel.stages import cut
 from pipeline.ranks import Ranks
 
@@ -204,12 +204,6 @@ def owners(model: nn.Module, stages: list[nn.Module]) -> dict[str, int]:
     """Which rank's stage has a parameter or a buffer; what no stage uses is rank 0's."""
     found = {id(one): rank for rank, stage in enumerate(stages) for one in [*stage.parameters(), *stage.buffers()]}
     return {name: found.get(id(one), 0) for name, one in [*model.named_parameters(), *model.named_buffers()]}
-
-
-def views(values: Tensor, owners: list[Tensor]) -> list[Tensor]:
-    """One flat tensor as the parameters lie in memory."""
-    pieces = values.split([one.numel() for one in owners])
-    return [piece.as_strided(one.size(), one.stride(), piece.storage_offset()) for piece, one in zip(pieces, owners, strict=True)]
 
 
 def draws(device: torch.device) -> Tensor:

@@ -37,9 +37,13 @@ class FlatTask:
 
     def views(self, values: Tensor) -> list[Tensor]:
         """One flat tensor as the parameters lie in memory."""
-        pieces = values.split([one.numel() for one in self.parameters])
-        pairs = zip(pieces, self.parameters, strict=True)
-        return [piece.as_strided(one.size(), one.stride(), piece.storage_offset()) for piece, one in pairs]
+        return views(values, self.parameters)
+
+
+def views(values: Tensor, owners: list[Tensor]) -> list[Tensor]:
+    """One flat tensor as parameters lie in memory."""
+    pieces = values.split([one.numel() for one in owners])
+    return [piece.as_strided(one.size(), one.stride(), piece.storage_offset()) for piece, one in zip(pieces, owners, strict=True)]
 
 
 def flat_task(task: Task, lanes: Lanes) -> FlatTask:

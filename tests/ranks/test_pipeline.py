@@ -1,4 +1,4 @@
-"""The schedules of a pipeline: when a stage turns back, and how many lanes' activations it keeps until then."""
+"""A pipeline: when a stage turns back, what its ranks hold of a checkpoint, its forward alone, and copies of it."""
 
 from contextlib import nullcontext
 from typing import Any

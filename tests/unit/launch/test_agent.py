@@ -51,7 +51,7 @@ class Agent:
         self._pipe, self._seen = os.fdopen(reader), list[str]()
 
     def until_started(self) -> None:
-        """Wait until the agent has said that its ranks run: until then a signal ends them at once."""
+        """Wait until the agent has said that its ranks run; the ranks themselves may begin before."""
         while not self._seen or '"started"' not in self._seen[-1]:
             self._seen.append(self._pipe.readline())
             assert self._seen[-1], "it ended before that"
