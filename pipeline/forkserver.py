@@ -106,7 +106,10 @@ def _serve(channel: socket.socket, module: str) -> None:
         importlib.import_module(name)
     del sys.modules[module]
     while True:
-        request, descriptors, _, _ = socket.recv_fds(channel, REQUEST_BYTES, 2)
+        request, descriptors = b"", list[int]()
+        # The agent may end without having read an answer.
+        with contextlib.suppress(ConnectionResetError):
+            request, descriptors, _, _ = socket.recv_fds(channel, REQUEST_BYTES, 2)
         if not request:
             os._exit(0)
         number, words, environment = json.loads(request)

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic import events
-from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
@@ -69,6 +69,9 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
+        assert self._pcontext is not None
+        # torchrun would parse the error file of a rank that was killed while it wrote it, and end.
+        self._pcontext.error_files = dict.fromkeys(pids, "")
         # torchrun's own handlers would interrupt the wait for ranks that save with every further signal.
         for number in STOP_SIGNALS:
             signal.signal(number, _stop)
@@ -78,10 +81,13 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._pcontext is not None
         running = self._pcontext.subprocess_handlers  # pyright: ignore[reportAttributeAccessIssue]
-        failed = {rank: code for rank, handler in running.items() if (code := handler.proc.poll())}
-        if failed:
+        codes = {rank: handler.proc.poll() for rank, handler in running.items()}
+        if failed := {rank: code for rank, code in codes.items() if code}:
             self._pcontext.close(signal.SIGKILL)
             report("failed", attempt=self._logs.attempt, exit_codes=failed)
+        elif None in codes.values():
+            # torchrun would look again, and end the peers of a rank that has failed since by SIGTERM.
+            return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:

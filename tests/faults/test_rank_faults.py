@@ -121,7 +121,7 @@ def test_a_rank_that_is_lost_again_and_again_without_getting_on_ends_the_job(exp
     said = with_fault(experiment, "killed:1:12", 6)
     cause = "rank 1 was ended by SIGKILL in step 12"
     assert len(re.findall(rf"{cause}; starting again from .*step-00000010", said)) == 3
-    assert f"{cause}; 3 starts in a row got no further than step 12" in said
+    assert f"{cause}; 3 starts in a row got no further than step 12" in said, said
     assert (status(experiment)["exit_code"], status(experiment)["rank"]) == (6, 1)
     assert status(experiment)["checkpoint"].endswith("step-00000010.safetensors")
     assert [run.info.status for run in mlflow_runs(experiment)] == ["FAILED"]

@@ -7,11 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from torch.distributed.elastic.agent.server import WorkerState
 
+from pipeline.launch.agent import Agent as TorchAgent
 from tests.kit.experiment import ROOT
 from tests.kit.waiting import until
 
@@ -85,6 +88,29 @@ def test_a_failure_is_reported_with_its_exit_code_whatever_torch_may_log(tmp_pat
     assert not list(tmp_path.glob("term-*")), "a rank that lost its peer is not asked to save"
     for attempt in (0, 1):
         assert "a line of 0-1" in (Path(events[0]["folder"]).parent / f"attempt_{attempt}" / "1" / "stdout.log").read_text()
+
+
+def test_a_rank_that_was_killed_while_it_wrote_its_error_file_is_started_again(tmp_path: Path) -> None:
+    torn = "pathlib.Path(os.environ['TORCHELASTIC_ERROR_FILE']).write_text('{')"
+    doing = f"{torn}; time.sleep(0 if os.environ['LOCAL_RANK'] == '1' else 60); os.kill(os.getpid(), 9)"
+    events = Agent(tmp_path, doing, *ALONE, "--max-restarts=1").events()
+    assert [(event["event"], event["attempt"]) for event in events] == [("started", 0), ("failed", 0), ("started", 1), ("failed", 1)]
+
+
+def test_torchrun_does_not_look_for_failures_between_our_look_and_our_report() -> None:
+    class Context:
+        """What torchrun asks is refused here."""
+
+        def __init__(self, *ranks: "subprocess.Popen[bytes]"):
+            self.subprocess_handlers = {number: SimpleNamespace(proc=one) for number, one in enumerate(ranks)}
+
+    agent = object.__new__(TorchAgent)
+    with subprocess.Popen([sys.executable, "-c", ""]) as done:
+        done.wait()
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as alive:
+            agent._pcontext = Context(done, alive)  # type: ignore[assignment]
+            assert agent._monitor_workers(None).state == WorkerState.HEALTHY  # type: ignore[arg-type]
+            alive.communicate(b"\n")
 
 
 def test_any_number_of_signals_is_one_stop_that_ranks_may_take_their_time_for(tmp_path: Path) -> None:
