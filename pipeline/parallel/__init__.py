@@ -26,11 +26,12 @@ CATALOGUE = {
     "fsdp": "pipeline.parallel.fsdp",
     "graphs": "pipeline.parallel.graphs",
     "pipeline": "pipeline.parallel.pipeline",
+    "tensor": "pipeline.parallel.tensor",
 }
 # How a strategy does what it does; the first is what null means.
 ALGORITHMS = {"allreduce": ("ring", "naive"), "pipeline": ("1f1b", "gpipe")}
 # Those of which a rank holds a part of the model.
-IN_PARTS = ("fsdp", "pipeline")
+IN_PARTS = ("fsdp", "pipeline", "tensor")
 
 
 class Holding(Protocol):
@@ -81,8 +82,8 @@ def problems(settings: "Dist") -> Iterator[str]:
     if settings.algorithm not in (None, *algorithms):
         takes = f"takes {' or '.join(algorithms)}" if algorithms else "has one algorithm alone"
         yield f"algorithm: {settings.algorithm}: strategy: {name} {takes}; set algorithm: null"
-    if settings.replicas > 1 and name not in IN_PARTS:
-        yield f"replicas: strategy: {name} holds no model in parts; set replicas: 1"
+    if settings.replicas > 1 and name not in ("fsdp", "pipeline"):
+        yield f"replicas: strategy: {name} has one copy of the model, or one on each rank; set replicas: 1"
     if settings.world_size % settings.replicas:
         yield f"replicas: {settings.replicas} does not divide world_size ({settings.world_size})"
     if name == "fsdp" and own == "auto":
@@ -92,6 +93,8 @@ def problems(settings: "Dist") -> Iterator[str]:
         yield f"{why}: fsdp computes in step, so every rank owns as many; set another number, or strategy: ddp"
     if name == "pipeline" and own is not None:
         yield "lanes_per_rank: all lanes go through every rank of a pipeline; set lanes_per_rank: null"
+    if name == "tensor" and settings.reduction == "ordered":
+        yield "reduction: tensor adds up in an order that the number of ranks changes; set reduction: native and lanes: null"
     if name == "dataparallel" and settings.world_size > 1:
         yield "world_size: dataparallel is one process with all GPUs; set world_size: 1"
     if name == "dataparallel" and (own == "auto" or settings.reduction == "native"):

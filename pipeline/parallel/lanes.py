@@ -132,6 +132,19 @@ def seed_draws(seed: int, device: torch.device) -> None:
         torch.default_generator.manual_seed(seed)
 
 
+def draws(device: torch.device) -> Tensor:
+    """Where the generator stands that dropout draws from."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_draws(state: Tensor, device: torch.device) -> None:
+    """Go on from there."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state.cpu(), device)
+    else:
+        torch.set_rng_state(state)
+
+
 @dataclass(frozen=True)
 class Totals:
     """Sums of loss and of right answers of one step, a row for each own lane."""

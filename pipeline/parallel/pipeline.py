@@ -18,7 +18,7 @@ from torch.func import functional_call
 from pipeline.config import Dist
 from pipeline.parallel import Strategy, ddp
 from pipeline.parallel.lane_buffers import floating, set_floating
-from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, TreeNode, push
+from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, TreeNode, draws, push, set_draws
 from pipeline.parallel.mesh import groups
 from pipeline.parallel.messages import Messages
 from pipeline.parallel.ordered import add, flat
@@ -204,16 +204,3 @@ def owners(model: nn.Module, stages: list[nn.Module]) -> dict[str, int]:
     """Which rank's stage has a parameter or a buffer; what no stage uses is rank 0's."""
     found = {id(one): rank for rank, stage in enumerate(stages) for one in [*stage.parameters(), *stage.buffers()]}
     return {name: found.get(id(one), 0) for name, one in [*model.named_parameters(), *model.named_buffers()]}
-
-
-def draws(device: torch.device) -> Tensor:
-    """Where the generator stands that dropout draws from."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def set_draws(state: Tensor, device: torch.device) -> None:
-    """Go on from there."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state.cpu(), device)
-    else:
-        torch.set_rng_state(state)

@@ -4,6 +4,7 @@ import gc
 import itertools
 import math
 from collections import Counter
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn import Parameter
 
 from pipeline import models
 from pipeline.job import Job
-from pipeline.parallel import fsdp, pipeline
+from pipeline.parallel import fsdp, pipeline, tensor
 from pipeline.tracking.journal import Silent
 from pipeline.training import train_rank
 from pipeline.training.guard import Diverged
@@ -109,9 +110,9 @@ def test_a_nan_on_one_rank_ends_all_of_them_alike(tmp_path: Path, run_ranks, kin
 def broken(group: Any, job: Job) -> str:
     """What is said by a training in which one number of one rank's part of the gradients is NaN."""
     patch, steps = pytest.MonkeyPatch(), Counter[Any]()
-    reduce_scatter, backward = fsdp.OrderedReduceScatter.__call__, pipeline.Pipeline.backward
+    reduce_scatter = fsdp.OrderedReduceScatter.__call__
 
-    def breaking_step(self: Any, step: int) -> Any:
+    def breaking_step(backward: Any, self: Any, step: int) -> Any:
         totals = backward(self, step)
         if step == STEP and group.rank == 1:
             next(one.grad for one in self.parameters.values() if one.numel()).view(-1)[0] = math.nan
@@ -125,7 +126,8 @@ def broken(group: Any, job: Job) -> str:
                 output_tensor.view(-1)[0] = math.nan
 
     patch.setattr(fsdp.OrderedReduceScatter, "__call__", breaking)
-    patch.setattr(pipeline.Pipeline, "backward", breaking_step)
+    for kind in (pipeline.Pipeline, tensor.TensorParallel):
+        patch.setattr(kind, "backward", partialmethod(partial(breaking_step, kind.backward)))
     train_rank.fix_bits(1)
     try:
         with pytest.raises(Diverged) as error:
@@ -136,7 +138,8 @@ def broken(group: Any, job: Job) -> str:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "size", "replicas"), [("fsdp", 2, 1), ("pipeline", 2, 1), ("pipeline", 3, 1), ("fsdp", 4, 2), ("pipeline", 4, 2)]
+    ("strategy", "size", "replicas"),
+    [("fsdp", 2, 1), ("pipeline", 2, 1), ("pipeline", 3, 1), ("fsdp", 4, 2), ("pipeline", 4, 2), ("tensor", 2, 1)],
 )
 def test_a_nan_in_one_ranks_part_ends_all_of_them_alike(tmp_path: Path, run_ranks, strategy: str, size: int, replicas: int) -> None:
     shape = {
@@ -147,6 +150,8 @@ def test_a_nan_in_one_ranks_part_ends_all_of_them_alike(tmp_path: Path, run_rank
         "dist__batch_size_per_gpu": None,
         "dist__global_batch": 48,
     }
+    if strategy == "tensor":
+        shape |= {"dist__reduction": "native", "dist__lanes": None}
     said = [text for (text,) in run_ranks(size, (broken, (make_job(tmp_path, **shape),)))]
     assert len(said) == size
     assert len(set(said)) == 1
