@@ -1,4 +1,4 @@
-"""Go on from a run that is named by hand: only where it is the same experiment, under `native` also on another placement."""
+"""Go on from a run that is named by hand: the same experiment under any strategy, and under `native` also on another placement."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from pipeline.tracking import journal as journals
 from pipeline.tracking.journal import CHECKPOINT, Journal
 
 # What under `native` is part of the identity, as it changes the bits, but not what is learned from which samples.
-PLACEMENT = {"dist.world_size", "dist.nodes", "dist.accumulation", "dist.backend"}
+PLACEMENT = {"dist.world_size", "dist.nodes", "dist.accumulation", "dist.backend", "dist.replicas", "dist.algorithm"}
 
 
 def import_run(source: Path, job: Job, identity: dict[str, Any], header: dict[str, Any]) -> str | None:
@@ -32,7 +32,9 @@ def import_run(source: Path, job: Job, identity: dict[str, Any], header: dict[st
     now = flatten(identity)
     differing = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
     native = then.get("dist.reduction") == now.get("dist.reduction") == "native"
-    hindering = [key for key in differing if not (native and key in PLACEMENT)]
+    only_one_has = {key for key in differing if key.startswith("source.") and None in (then.get(key), now.get(key))}
+    of_strategy = {"dist.strategy", *only_one_has} if "dist.strategy" in differing else set[str]()
+    hindering = [key for key in differing if key not in of_strategy and not (native and key in PLACEMENT)]
     if hindering:
         named = "; ".join(f"{key}: {then.get(key)!r} there, {now.get(key)!r} here" for key in hindering)
         raise ConfigError(f"--resume: {source} is another experiment ({named}); without --resume this one trains from its own checkpoints")
@@ -45,11 +47,9 @@ def import_run(source: Path, job: Job, identity: dict[str, Any], header: dict[st
         _copy(source, job, int(Path(newest).stem.partition("-")[2]), header)
     if not differing:
         return f"going on from {newest}"
-    changed = ", ".join(f"{key} {then.get(key)} -> {now.get(key)}" for key in differing)
-    return (
-        f"going on from {newest} with {changed}: the same samples in the same order, none twice and none left out; "
-        "`native` sums in another order there, so the bits are those of neither"
-    )
+    changed = ", ".join(f"{key} {then.get(key)} -> {now.get(key)}" for key in differing if key not in only_one_has)
+    bits = "`native` sums in another order there, so the bits are those of neither" if native else "the bits are those of both"
+    return f"going on from {newest} with {changed}: the same samples in the same order, none twice and none left out; {bits}"
 
 
 def _copy(source: Path, job: Job, step: int, header: dict[str, Any]) -> None:

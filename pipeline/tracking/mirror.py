@@ -154,9 +154,11 @@ class Mirror:
         if experiment is not None:
             return str(experiment.experiment_id)
         # With a server, the server says where artifacts go.
-        served = self._mlflow.get_tracking_uri().startswith("http")
-        # Beside runs/, wherever that is now: a journal from elsewhere names a folder that is not this experiment's.
-        artifacts = (self._run.resolve().parents[1] / "mlartifacts").as_uri()
+        uri = self._mlflow.get_tracking_uri()
+        served, local = uri.startswith("http"), uri.removeprefix("sqlite:///")
+        # Beside a local database, else beside runs/, wherever that is now.
+        folder = self._run.resolve().parents[1] if local == uri else Path(local).resolve().parent
+        artifacts = (folder / "mlartifacts").as_uri()
         return str(self._client.create_experiment(name, artifact_location=None if served else artifacts))
 
     def _on_started(self, line: dict[str, Any]) -> None:

@@ -83,8 +83,10 @@ def address(run: Path, paths: Paths) -> str:
     if uri.startswith("http"):
         # In containers the server has one name for them and another for people.
         return f"{(os.environ.get('LOCKSTEP_UI') or uri).rstrip('/')}/{page}"
-    folder = shlex.quote(str(paths.params.parent))
-    return f"http://127.0.0.1:5000/{page} (after: make ui{'' if folder == '.' else f' IN={folder}'})"
+    local, here = uri.removeprefix("sqlite:///"), Path.cwd()
+    folder = paths.root if local == uri else Path(local).resolve().parent
+    folder = folder.relative_to(here) if folder.is_relative_to(here) else folder
+    return f"http://127.0.0.1:5000/{page} (after: make ui{'' if folder == Path() else f' IN={shlex.quote(str(folder))}'})"
 
 
 def needs_sync(run: Path, paths: Paths) -> bool:
