@@ -1,14 +1,14 @@
 """The catalogue of data sets: one module each, with `load(request) -> Raw`; importing it imports none of them."""
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config import ConfigError, unknown
+from pipeline.config import ConfigError, DataError, unknown
 
 CATALOGUE = {
     "fashion-mnist": "pipeline.data.fashion_mnist",
@@ -47,13 +47,14 @@ def check(name: str) -> None:
     kind, _, argument = name.partition(":")
     if kind not in CATALOGUE:
         raise unknown("data.name", name, list(CATALOGUE))
-    if argument and kind != "synthetic":
-        raise ConfigError(f"data.name: {name!r}: only synthetic takes a size; write {kind}")
     if ":" in name and not (argument.isdecimal() and int(argument) >= 100):
-        raise ConfigError(f"data.name: {name!r}: the size must be a whole number of at least 100, such as synthetic:2018")
+        raise ConfigError(f"data.name: {name!r}: the size must be a whole number of at least 100, such as {kind}:2018")
 
 
 def load(name: str, request: Request) -> Raw:
-    """Find, check and decode the named data set."""
+    """Find, check and decode the named data set; `name:N` has its first N training images and all of its test images."""
     raw: Raw = importlib.import_module(CATALOGUE[name.partition(":")[0]]).load(request)
-    return raw
+    count = int(request.argument or len(raw.train.labels))
+    if count > len(raw.train.labels):
+        raise DataError(f"data.name: {name!r}: there are {len(raw.train.labels)} training images; set that or a smaller number")
+    return replace(raw, train=Split(raw.train.images[:count], raw.train.labels[:count]))

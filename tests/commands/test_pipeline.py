@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from pipeline.tracking.journal import last
 from tests.kit.checkout import clone_of, commit
-from tests.kit.documents import commands, listed_model, needs_docker, runnable
+from tests.kit.documents import commands, is_level, listed_model, needs_docker, runnable
 from tests.kit.experiment import ROOT, clean_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -139,7 +139,7 @@ class Reader:
 
 def test_every_command_of_the_documents_works_and_the_model_of_the_readme_trains(clone: Path) -> None:
     # What needs an engine is run by tests/containers/test_compose.py.
-    found = [one for one in commands() if not needs_docker(one)]
+    found = [one for one in commands() if not (needs_docker(one) or is_level(one))]
     assert {"make repro", "make test", "make ui", "dvc repro", "python -m pipeline doctor", "make bench", "make faults"} <= set(found)
     reader = Reader(clone)
     for command in found:

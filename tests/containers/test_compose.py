@@ -62,6 +62,11 @@ def check(job: Project, command: str, said: str, outside: Callable[..., str]) ->
         assert len(job.runs()) == 1
     if command.startswith("WORKERS=3"):
         assert len(job.compose("ps", "--all", "--quiet", "worker").split()) == 3
+    if command.startswith("COMMAND="):
+        level = job.folder / "levels" / "containers"
+        receipt = json.loads((level / "models" / "receipt.json").read_text())
+        assert receipt["placement"]["nodes"] == 2
+        assert receipt["weights_sha256"] == outside(yaml.safe_load((level / "params.yaml").read_text()))
     if command == "docker compose logs leader":
         assert "up to date" in said
     if command == "docker compose down --volumes":

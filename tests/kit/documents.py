@@ -64,6 +64,11 @@ def needs_docker(command: str) -> bool:
     return "docker" in command or command == "make up" or "experiment/" in command or ".env" in command
 
 
+def is_level(command: str) -> bool:
+    """What tests/commands/test_levels.py runs."""
+    return command.startswith("levels/run ")
+
+
 def spans(page: Path) -> list[str]:
     """What stands between backticks outside of blocks."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)

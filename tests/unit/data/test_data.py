@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision.transforms import functional
 
 from pipeline import data, prepare
-from pipeline.config import Config, DataError
+from pipeline.config import Config, ConfigError, DataError
 from pipeline.data import Split, augment, fashion_mnist, store
 from pipeline.data.batches import Batches, Pixels
 from pipeline.data.order import Order
@@ -29,6 +29,23 @@ def test_prepare_is_repeatable_and_keeps_the_test_images_apart(tmp_path: Path) -
     together = np.concatenate([split.images for split in kept])
     assert sorted(image.tobytes() for image in together) == sorted(image.tobytes() for image in raw.train.images)
     assert np.array_equal(store.open_split(first.prepared, "test").images, raw.test.images)
+
+
+def test_a_size_behind_a_name_takes_the_first_training_images_and_leaves_the_test_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = data.load("synthetic:300", data.Request(None, tmp_path, 1, "300"))
+    monkeypatch.setattr("pipeline.data.synthetic.load", lambda _: whole)
+    few = data.load("synthetic:120", data.Request(None, tmp_path, 1, "120"))
+    assert np.array_equal(few.train.images, whole.train.images[:120])
+    assert np.array_equal(few.train.labels, whole.train.labels[:120])
+    assert few.test is whole.test
+    with pytest.raises(DataError, match=r"data.name: 'synthetic:301': there are 300 training images; set that or a smaller number"):
+        data.load("synthetic:301", data.Request(None, tmp_path, 1, "301"))
+    for wrong in ("fashion-mnist:", "fashion-mnist:99", "fashion-mnist:many"):
+        with pytest.raises(ConfigError, match=r"must be a whole number of at least 100, such as fashion-mnist:2018"):
+            data.check(wrong)
+    data.check("fashion-mnist:6000")
 
 
 def test_another_seed_holds_out_other_images() -> None:
