@@ -5,8 +5,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
-from pipeline.config import ConfigError, DataError, MachineError, PeerError
+from pipeline.config import Config, ConfigError, DataError, MachineError, PeerError
+from pipeline.params import load
 from pipeline.runs import status
 from tests.kit.documents import ELSEWHERE, INSTEAD, PAGES, commands, spans
 from tests.kit.experiment import ROOT
@@ -33,6 +35,25 @@ def test_the_tables_of_what_is_not_run_name_only_what_the_documents_say() -> Non
     assert set(INSTEAD) <= set(commands())
     assert set(ELSEWHERE) <= said
     assert not set(ELSEWHERE) & set(commands())
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("experiments/*")), ids=lambda path: path.name)
+def test_every_named_experiment_is_accepted_and_changes_something(path: Path, tmp_path: Path) -> None:
+    values = yaml.safe_load((ROOT / "params.yaml").read_text())
+    words = path.read_text().split()
+    for flag, change in zip(words[::2], words[1::2], strict=True):
+        key, value = change.split("=")
+        section, name = key.split(".")
+        assert (flag, name in values[section]) == ("-S", True)
+        values[section][name] = yaml.safe_load(value)
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(values))
+    assert load(tmp_path / "params.yaml") != Config()
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("levels/*/params.yaml")), ids=lambda path: path.parent.name)
+def test_every_level_has_the_same_global_batch_and_lanes(path: Path) -> None:
+    dist = load(path).dist
+    assert (dist.images_per_step, dist.lanes, dist.reduction) == (256, 8, "ordered")
 
 
 def test_contributing_has_a_row_for_every_target_of_the_makefile_and_no_other() -> None:

@@ -126,6 +126,10 @@ class Reader:
             assert new.info.status == "FINISHED"
             assert "test/accuracy" in new.data.metrics
             assert load_file(self.folder / "models" / "model.safetensors")["0.weight"].shape == (32, 1, 3, 3)
+        if "-n fleet" in command:
+            (new,) = [one for one in runs(self.folder) if one.data.tags.get("dvc.experiment") == "fleet"]
+            asked = {"model.name": "resnet18", "train.momentum": "0.9", "train.weight_decay": "0.0001", "train.learning_rate": "0.05"}
+            assert new.data.params.items() >= asked.items()
         if "pipeline join" in command:
             assert self.leading is not None
             assert self.leading.wait(10) == 0
@@ -144,7 +148,7 @@ def test_every_command_of_the_documents_works_and_the_model_of_the_readme_trains
     reader = Reader(clone)
     for command in found:
         reader.check(command, reader.carry_out(command))
-    assert sorted(one.info.status for one in runs(clone)) == ["FINISHED", "FINISHED"]
+    assert [one.info.status for one in runs(clone)] == ["FINISHED"] * 3
 
 
 def test_a_second_repro_is_up_to_date_within_six_seconds(clone: Path) -> None:

@@ -17,6 +17,10 @@ INSTEAD = {
         "python bench/gpu.py --help",
         "a minute, and then nothing of a GPU",
     ),
+    "dvc exp run -n fleet $(cat experiments/fleet)": (
+        "dvc exp run -n fleet $(cat experiments/fleet) -S data.name=synthetic:600 -S train.epochs=1",
+        "an hour",
+    ),
     "make bench": ("make bench BENCH='--pairs=1 --seconds=0.1 lenet'", "an hour"),
     "python bench/faults.py": ("python bench/faults.py --help", "half an hour"),
     f"{_COMPOSE}.gpu.yml up": (f"{_COMPOSE}.gpu.yml config --quiet", "needs GPUs"),
