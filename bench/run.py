@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench import recovery  # noqa: E402
 from bench.silent import mean_speed  # noqa: E402
+from bench.strategies import WAYS  # noqa: E402
 from pipeline.hardware import machine  # noqa: E402
 from pipeline.launch.agent_command import environment  # noqa: E402
 from pipeline.launch.node import Node  # noqa: E402
@@ -28,7 +29,8 @@ from pipeline.tracking.journal import read  # noqa: E402
 
 
 def main() -> None:
-    parts = {"lenet": lenet, "resnet18": resnet18, "product": product, "start": start, "tracking": tracking, "restart": restart}
+    parts = {"lenet": lenet, "resnet18": resnet18, "strategies": strategies, "product": product}
+    parts |= {"start": start, "tracking": tracking, "restart": restart}
     parser = argparse.ArgumentParser(description="What a step, a training, a start and a no-op cost, and against whom.")
     parser.add_argument("parts", nargs="*", metavar="PART", choices=parts, help=f"of {', '.join(parts)}; all if none is named")
     parser.add_argument("--pairs", type=int, default=7, help="how often each is measured, in turn with what it is compared with")
@@ -43,7 +45,7 @@ def main() -> None:
 
 
 def show(name: str, values: list[float], unit: str = "") -> None:
-    print(f"  {name:<34} median {statistics.median(values):>10,.3f}{unit}  {min(values):,.3f} to {max(values):,.3f}  n={len(values)}")
+    print(f"  {name:<52} median {statistics.median(values):>10,.3f}{unit}  {min(values):,.3f} to {max(values):,.3f}  n={len(values)}")
 
 
 def torchrun(script: str, *arguments: str, ranks: int = 2) -> str:
@@ -166,6 +168,19 @@ def restart(wanted: argparse.Namespace) -> None:
     for name, values in found.items():
         show(name, values, " s")
     show("after SIGKILL / cold start", [one / other for other, one in zip(*found.values(), strict=True)])
+
+
+def strategies(wanted: argparse.Namespace) -> None:
+    """What a rank holds, sends and computes under every strategy, in turn; ResNet-18, world 2 (dataparallel: one process)."""
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
+    for _ in range(wanted.pairs):
+        for name, found in measured.items():
+            ranks = 1 if name == "dataparallel" else 2
+            found.append(json.loads(torchrun("strategies.py", name, str(wanted.seconds), ranks=ranks)))
+    print("resnet18, 28 x 28, 64 images a step in 4 lanes, momentum, a thread a rank:")
+    for name, found in measured.items():
+        for figure in found[0]:
+            show(f"{name}: {figure}", [one[figure] for one in found])
 
 
 def no_op(count: int) -> list[float]:

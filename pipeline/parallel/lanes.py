@@ -119,7 +119,9 @@ class Task:
         """The sum of the losses of some images, and their row of totals."""
         with self.autocast():
             logits = model(images)
-        loss = F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=self.label_smoothing)
+        # In fp32 at least.
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
         correct = (logits.detach().argmax(1) == labels).sum()
         return loss, torch.stack([loss.detach().double(), correct.double()])
 
