@@ -28,14 +28,12 @@ FAST := not slow and not docker and not gpu
 PYTEST := python -m pytest --durations=15
 # A worker for each core, four at most; the tests of a file stay together. In test-all workers take single tests from each other.
 PARALLEL := -n logical --maxprocesses=4 --dist loadfile
-# Faults and containers mostly wait: half as many workers again.
-WAITING := -n $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) * 3 / 2 )))
 
 test: $(READY) ## set up, then the tests that need neither containers nor long campaigns
 	@$(PYTEST) $(PARALLEL) -m "$(FAST)" && $(PYTEST) $(PARALLEL) -m "slow and not (fault or chaos or docker or gpu or system)"
 
 test-all: test ## the same, then faults, containers and chaos
-	@$(PYTEST) $(PARALLEL) $(WAITING) --dist worksteal -m "(docker or slow and (fault or chaos)) and not (gpu or system)" && $(PYTEST) -m gpu tests/ranks
+	@$(PYTEST) $(PARALLEL) --dist worksteal -m "(docker or slow and (fault or chaos)) and not (gpu or system)" && $(PYTEST) -m gpu tests/ranks
 
 test-systems: $(READY) ## another Debian, with another Python; an image built without a cache
 	@LOCKSTEP_NO_SKIPS=1 $(PYTEST) -m system
@@ -46,7 +44,7 @@ test-fast: $(READY) ## the fast tests
 
 lint: $(READY) ## ruff, pyright, shellcheck and hadolint
 	@ruff check . && ruff format --check . && pyright
-	@shellcheck .ci/run deploy/*.sh && hadolint Dockerfile
+	@shellcheck .ci/run levels/run deploy/*.sh && hadolint Dockerfile
 
 LOCK := uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
 	--custom-compile-command "make lock" --quiet

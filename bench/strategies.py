@@ -46,14 +46,11 @@ def held(strategy: parallel.Strategy, optimizer: torch.optim.Optimizer) -> int:
     return found
 
 
-def measure(group: ranks.Ranks, settings: dict[str, Any], seconds: float) -> dict[str, float]:
+def build(group: ranks.Ranks, settings: dict[str, Any]) -> tuple[parallel.Strategy, torch.optim.Optimizer]:
     source = torch.Generator().manual_seed(0)
     size = BATCH // LANES
     images = torch.randn(size, 1, 28, 28, generator=source).contiguous(memory_format=torch.channels_last)
     labels = torch.randint(10, (size,), generator=source)
-    # From here on: the most that this process has resident.
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
     torch.manual_seed(1)
     model = models.build("resnet18", 1, 28, 10).to(memory_format=torch.channels_last)
     lanes = Lanes([LANES // group.size] * group.size, group.rank, BATCH)
@@ -67,6 +64,14 @@ def measure(group: ranks.Ranks, settings: dict[str, Any], seconds: float) -> dic
     strategy = parallel.build(task, lanes, group, Dist.model_construct(**settings))
     optimizer = torch.optim.SGD(list(strategy.parameters.values()), lr=0.01, momentum=0.9, weight_decay=5e-4, fused=True)
     strategy.follow(optimizer)
+    return strategy, optimizer
+
+
+def measure(group: ranks.Ranks, settings: dict[str, Any], seconds: float) -> dict[str, float]:
+    # From here on: the most that this process has resident.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    strategy, optimizer = build(group, settings)
 
     def take(steps: int) -> float:
         dist.barrier()

@@ -108,7 +108,7 @@ def _serve(channel: socket.socket, module: str) -> None:
     while True:
         request, descriptors = b"", list[int]()
         # The agent may end without having read an answer.
-        with contextlib.suppress(ConnectionResetError):
+        with contextlib.suppress(OSError):
             request, descriptors, _, _ = socket.recv_fds(channel, REQUEST_BYTES, 2)
         if not request:
             os._exit(0)
@@ -116,7 +116,8 @@ def _serve(channel: socket.socket, module: str) -> None:
         if _is_forkable() and _fork(channel, number):
             break
         # Whoever has a pid for this number needs no other answer.
-        channel.send(json.dumps([number, 0]).encode())
+        with contextlib.suppress(OSError):
+            channel.send(json.dumps([number, 0]).encode())
         for one in descriptors:
             os.close(one)
     for descriptor, one in enumerate(descriptors, 1):

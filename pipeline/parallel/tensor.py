@@ -43,9 +43,11 @@ class TensorParallel(Replicated):
         # Which parameters are in rows, and how many rows each rank has.
         self._rows: dict[str, list[int]] = {}
         layers: list[tuple[str, Any]] = list(model.named_modules())
+        # Swin's attention computes with the weights of its layers itself, as others do with those of derived classes.
+        used = {id(one) for _, parent in layers if type(parent).__name__.startswith("ShiftedWindow") for one in parent.modules()}
         for name, layer in layers:
-            # Not what is derived from them: others compute with its weights.
-            if type(layer) in (nn.Linear, nn.Conv2d) and layer.weight.shape[0] >= ranks.size and getattr(layer, "groups", 1) == 1:
+            whole = id(layer) in used or type(layer) not in (nn.Linear, nn.Conv2d) or getattr(layer, "groups", 1) > 1
+            if not whole and layer.weight.shape[0] >= ranks.size:
                 self._cut(name, layer)
         super().__init__(model)
         self._lanes, self.reads = Lanes([lanes.count], 0, lanes.global_batch), range(lanes.count)
@@ -147,7 +149,8 @@ class Gathered(Function):
         ctx.rows, ctx.features, ctx.rank = rows, features, ranks.rank
         whole = ranks.gather_rows(own.movedim(features, 0), rows).movedim(0, features)
         ranks.heartbeat.computing()
-        return whole.contiguous(memory_format=torch.channels_last if own.ndim == 4 else torch.contiguous_format)
+        # A copy: the layer behind may work in place.
+        return whole.clone(memory_format=torch.channels_last if own.ndim == 4 else torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore

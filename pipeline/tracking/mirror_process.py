@@ -84,6 +84,8 @@ def address(run: Path, paths: Paths) -> str:
         # In containers the server has one name for them and another for people.
         return f"{(os.environ.get('LOCKSTEP_UI') or uri).rstrip('/')}/{page}"
     local, here = uri.removeprefix("sqlite:///"), Path.cwd()
+    if local != uri and Path(local).name != "mlflow.db":
+        return f"http://127.0.0.1:5000/{page} (after: mlflow server --backend-store-uri {shlex.quote(uri)})"
     folder = paths.root if local == uri else Path(local).resolve().parent
     folder = folder.relative_to(here) if folder.is_relative_to(here) else folder
     return f"http://127.0.0.1:5000/{page} (after: make ui{'' if folder == Path() else f' IN={shlex.quote(str(folder))}'})"

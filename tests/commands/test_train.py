@@ -71,9 +71,9 @@ def resumed_under_nohup(experiment: Experiment) -> None:
     assert process.returncode == 0, said
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
-def test_a_killed_rank_costs_a_restart_and_not_one_bit(strategy: str, baseline: Experiment, experiment: Experiment) -> None:
-    experiment.set(**LONGER, dist__strategy=strategy).run("prepare")
+def test_a_killed_rank_costs_a_restart_and_not_one_bit(baseline: Experiment, experiment: Experiment) -> None:
+    """Under the other strategies: tests/faults/test_strategy_faults.py."""
+    experiment.set(**LONGER).run("prepare")
     process = experiment.start("train")
     wait_for_step(experiment, experiment_steps(baseline) * 3 // 8, process)
     victim = ranks_of(process)[1]
@@ -82,8 +82,7 @@ def test_a_killed_rank_costs_a_restart_and_not_one_bit(strategy: str, baseline: 
     assert process.returncode == 0, said
     assert "rank 1 was ended by SIGKILL in step " in said
     assert weights(experiment) == weights(baseline)
-    # Of another strategy is alone what a rank imports.
-    same_figures(experiment, baseline, but=None if strategy == "ddp" else "fingerprint")
+    same_figures(experiment, baseline)
     assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
 
 

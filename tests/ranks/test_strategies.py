@@ -171,6 +171,8 @@ def judged(strategy: str, case: tuple[str, bool], share: list[int]) -> bool:
         return False
     if strategy == "pipeline gpipe":
         return len(share) in (2, 3) and not resnet
+    if strategy in ("allreduce naive", "graphs") and resnet:
+        return share in ([4], [2, 2])
     if "x 2" in strategy or strategy == "dataparallel":
         return len(share) == (4 if "x 2" in strategy else 1)
     return (strategy != "fsdp" or equal) and (strategy == "ddp" or not resnet or share == SHARES[len(share)][0])
@@ -189,6 +191,7 @@ def test_ordered_equals_one_process_bit_for_bit_on_any_ranks(device: str, run_ra
                 assert totals == expected[case][2], (strategy, case, share)
                 checked[strategy] += 1
     few = {"tensor": 0, "dataparallel": 3, "fsdp": 3 * 7, "fsdp x 2": 3 * 4, "pipeline x 2": 3 * 4, "pipeline gpipe": 2 * 12}
+    few |= dict.fromkeys(("allreduce naive", "graphs"), 2 * 17 + 3)
     assert checked == dict.fromkeys(STRATEGIES, 17 + 17 + 10) | {"ddp": 3 * 17} | few
 
 

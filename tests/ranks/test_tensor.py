@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torchvision.models.swin_transformer import SwinTransformer
 
 from pipeline import parallel
 from pipeline.config import Dist
@@ -13,10 +15,33 @@ from pipeline.training.state import State
 from tests.ranks.test_strategies import BATCH, NATIVE_TOLERANCE, batch_of, make_model
 
 
+class Windows(nn.Module):
+    """A small Swin, whose attention computes with the weights of its layers itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.swin = SwinTransformer([2, 2], 8, [2], [2], [2, 2], stochastic_depth_prob=0.0, num_classes=10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.swin(images.expand(-1, 3, -1, -1))
+
+
+def in_place() -> nn.Module:
+    """What VGG ends with: a layer that works in place on another's output."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(256, 16), nn.ReLU(inplace=True), nn.Linear(16, 10))
+
+
+OTHERS = {"windows": Windows, "in place": in_place}
+
+
 def built(group: Any, name: str, strategy: str) -> tuple[Task, Lanes, State]:
     torch.use_deterministic_algorithms(True)
-    model = make_model(name, group.device)
-    task, lanes = Task(model, batch_of(12, group.device), 3, 0.1, nullcontext), Lanes([12 // group.size] * group.size, group.rank, BATCH)
+    torch.manual_seed(7)
+    model = OTHERS[name]().double() if name in OTHERS else make_model(name, group.device, torch.float64)
+    # Of the others a lane is one image.
+    count = BATCH if name in OTHERS else 12
+    task = Task(model, batch_of(count, group.device, torch.float64), 3, 0.1, nullcontext)
+    lanes = Lanes([count // group.size] * group.size, group.rank, BATCH)
     strategy = parallel.build(task, lanes, group, Dist.model_construct(strategy=strategy, reduction="native"))
     optimizer = torch.optim.SGD([*strategy.parameters.values()], lr=0.05, momentum=0.9)
     strategy.backward(0)
@@ -45,7 +70,16 @@ def test_a_step_is_that_of_one_process_within_rounding(name: str, size: int, run
         # Biases, BatchNorm and layers of fewer outputs than ranks are small.
         assert held < (1 / size + 0.1) * everything
     losses = [row for _, _, rows in results for row in rows]
-    assert losses == [pytest.approx(row, rel=1e-3) for row in expected_losses]
+    assert losses == [pytest.approx(row, rel=NATIVE_TOLERANCE) for row in expected_losses]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_layers_that_others_compute_with_or_work_in_place_on(name: str, run_ranks) -> None:
+    ((expected, everything, _),) = run_ranks(1, (trained, (name, "ddp")))[0]
+    for ((found, held, _),) in run_ranks(2, (trained, (name, "tensor"))):
+        assert held < everything
+        for key, value in expected.items():
+            assert (found[key] - value).double().norm() <= NATIVE_TOLERANCE * value.double().norm(), key
 
 
 def passed_on(group: Any, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,10 @@ from tests.kit.lossy_training import train
 PLAN = plan_of((4,) * (TOTAL // PER_EPOCH), 2)
 
 
-def imported(source: Path, run: Path) -> str | None:
+def imported(source: Path, run: Path, identity: dict[str, Any] | None = None) -> str | None:
     values = {"device": "cpu", "backend": "gloo", "precision": "fp32", "prepared": run, "run": run}
     job = Job.model_validate({"config": Config.model_validate(settings())} | values)
-    return import_run(source, job, {"seed": 1}, {"experiment": "one", "name": "one", "params": {}, "tags": {}})
+    return import_run(source, job, identity or {"seed": 1}, {"experiment": "one", "name": "one", "params": {}, "tags": {}})
 
 
 def test_a_checkpoint_whose_figures_are_gone_is_not_imported(tmp_path: Path) -> None:
@@ -50,3 +51,25 @@ def test_a_damaged_index_is_not_imported(tmp_path: Path) -> None:
     assert not (run / "checkpoints" / "index.json").exists()
     assert train(run, 2, 2, plan=PLAN).restored == 4
     assert len(json.loads((run / "checkpoints" / "index.json").read_bytes())["checkpoints"]) == 2
+
+
+def identity(strategy: str, **dist: Any) -> dict[str, Any]:
+    source = {"training.loop": "1", f"parallel.{strategy}": "2"}
+    return {"dist": {"strategy": strategy, "reduction": "ordered", "lanes": 4} | dist, "source": source}
+
+
+def test_of_another_strategy_alone_its_own_modules_may_differ(tmp_path: Path) -> None:
+    source, here = tmp_path / "source", identity("ddp")
+    train(source, 2, 4, plan=PLAN)
+    (source / "identity.json").write_text(json.dumps(here))
+    there = identity("fsdp")
+    assert "with dist.strategy ddp -> fsdp: the same samples" in str(imported(source, tmp_path / "run", there))
+    refused = {
+        "source.training.loop": there | {"source": there["source"] | {"training.loop": "3"}},
+        "dist.lanes": identity("fsdp", lanes=8),
+        "dist.reduction": identity("fsdp", reduction="native"),
+        "source.parallel.more": here | {"source": here["source"] | {"parallel.more": "4"}},
+    }
+    for key, changed in refused.items():
+        with pytest.raises(ConfigError, match=f"another experiment \\({key}: "):
+            imported(source, tmp_path / "another", changed)
