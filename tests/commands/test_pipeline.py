@@ -130,6 +130,8 @@ class Reader:
             (new,) = [one for one in runs(self.folder) if one.data.tags.get("dvc.experiment") == "fleet"]
             asked = {"model.name": "resnet18", "train.momentum": "0.9", "train.weight_decay": "0.0001", "train.learning_rate": "0.05"}
             assert new.data.params.items() >= asked.items()
+            # What other tests of this clone begin with.
+            run(self.folder, "git checkout -q params.yaml")
         if "pipeline join" in command:
             assert self.leading is not None
             assert self.leading.wait(10) == 0
