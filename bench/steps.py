@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,20 @@ from pipeline.parallel.lanes import Lanes, Task
 BATCH_PER_RANK = 128
 
 
-def make(group: ranks.Ranks, model_name: str, reduction: str, batch: tuple[torch.Tensor, torch.Tensor], per_rank: int):
-    """A function that takes some steps, as the product's loop takes them."""
+def batch_of(images: int) -> tuple[torch.Tensor, torch.Tensor]:
+    source = torch.Generator().manual_seed(0)
+    drawn = torch.randn(images, 1, 28, 28, generator=source).contiguous(memory_format=torch.channels_last)
+    return drawn, torch.randint(10, (images,), generator=source)
+
+
+def build(
+    group: ranks.Ranks, model_name: str, settings: dict[str, Any], batch: tuple[torch.Tensor, torch.Tensor], per_rank: int
+) -> tuple[parallel.Strategy, torch.optim.Optimizer]:
+    """A strategy and its optimizer, as the product builds them, for the same batch on every rank, in so many lanes."""
     torch.manual_seed(1)
     model = models.build(model_name, 1, 28, 10).to(memory_format=torch.channels_last)
-    lanes = Lanes([per_rank] * group.size, group.rank, BATCH_PER_RANK * group.size)
-    size = BATCH_PER_RANK // per_rank
+    images = len(batch[1])
+    lanes, size = Lanes([per_rank] * group.size, group.rank, images * group.size), images // per_rank
     bf16 = torch.cpu._is_avx512_bf16_supported()
     task = Task(
         model,
@@ -28,44 +37,42 @@ def make(group: ranks.Ranks, model_name: str, reduction: str, batch: tuple[torch
         label_smoothing=0.0,
         autocast=lambda: torch.autocast("cpu", torch.bfloat16, enabled=bf16),
     )
-    strategy = parallel.build(task, lanes, group, Dist.model_construct(reduction=reduction))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4, fused=True)
+    strategy = parallel.build(task, lanes, group, Dist.model_construct(**settings))
+    optimizer = torch.optim.SGD(list(strategy.parameters.values()), lr=0.01, momentum=0.9, weight_decay=5e-4, fused=True)
+    strategy.follow(optimizer)
+    return strategy, optimizer
 
-    def take(steps: int) -> float:
-        dist.barrier()
-        started_at = time.monotonic()
-        for step in range(steps):
-            strategy.backward(step)
-            optimizer.step()
-        dist.barrier()
-        return steps * BATCH_PER_RANK * group.size / (time.monotonic() - started_at)
 
-    return take
+def seconds_of(steps: int, strategy: parallel.Strategy, optimizer: torch.optim.Optimizer) -> float:
+    """How long some steps take, as the product's loop takes them."""
+    dist.barrier()
+    started_at = time.monotonic()
+    for step in range(steps):
+        strategy.backward(step)
+        optimizer.step()
+    dist.barrier()
+    return time.monotonic() - started_at
 
 
 def main() -> None:
     model_name, pairs, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     torch.set_num_threads(1)
     group = ranks.init_group("cpu", "gloo", ranks.rendezvous(2, 60), 60)
-    source = torch.Generator().manual_seed(0)
-    images = torch.randn(BATCH_PER_RANK, 1, 28, 28, generator=source).contiguous(memory_format=torch.channels_last)
-    batch = images, torch.randint(10, (BATCH_PER_RANK,), generator=source)
+    batch, together = batch_of(BATCH_PER_RANK), BATCH_PER_RANK * group.size
     kinds = {"native": ("native", 1), "ordered": ("ordered", 1), "ordered, 2 lanes a rank": ("ordered", 2)}
-    takers = {name: make(group, model_name, reduction, batch, lanes) for name, (reduction, lanes) in kinds.items()}
-    for take in takers.values():
-        take(3)
+    built = {name: build(group, model_name, {"reduction": reduction}, batch, lanes) for name, (reduction, lanes) in kinds.items()}
+    for one in built.values():
+        seconds_of(3, *one)
     # Every rank must take as many steps: rank 0 says how many fill the time.
-    one = int.from_bytes(
-        group.broadcast_bytes(max(1, round(seconds * takers["native"](3) / BATCH_PER_RANK / group.size)).to_bytes(8, "big")), "big"
-    )
+    steps = int.from_bytes(group.broadcast_bytes(max(1, round(seconds * 3 / seconds_of(3, *built["native"]))).to_bytes(8, "big")), "big")
     speeds: dict[str, list[float]] = {name: [] for name in kinds}
     for pair in range(pairs):
-        names = list(takers) if pair % 2 else list(reversed(takers))
-        for name in names:
-            speeds[name].append(takers[name](one))
+        for name in list(built) if pair % 2 else list(reversed(built)):
+            speeds[name].append(steps * together / seconds_of(steps, *built[name]))
     if group.rank == 0:
-        print(json.dumps({"steps": one, "speeds": speeds}))
+        print(json.dumps({"steps": steps, "speeds": speeds}))
     ranks.shutdown_group(group)
 
 
-main()
+if __name__ == "__main__":
+    main()

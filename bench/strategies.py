@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from pipeline import models, parallel, ranks
-from pipeline.config import Dist
-from pipeline.parallel.lanes import Lanes, Task
+from bench.steps import batch_of, build, seconds_of
+from pipeline import parallel, ranks
 
 BATCH, LANES, MIB = 64, 4, 2**20
 WAYS: dict[str, dict[str, Any]] = {
@@ -46,50 +44,19 @@ def held(strategy: parallel.Strategy, optimizer: torch.optim.Optimizer) -> int:
     return found
 
 
-def build(group: ranks.Ranks, settings: dict[str, Any]) -> tuple[parallel.Strategy, torch.optim.Optimizer]:
-    source = torch.Generator().manual_seed(0)
-    size = BATCH // LANES
-    images = torch.randn(size, 1, 28, 28, generator=source).contiguous(memory_format=torch.channels_last)
-    labels = torch.randint(10, (size,), generator=source)
-    torch.manual_seed(1)
-    model = models.build("resnet18", 1, 28, 10).to(memory_format=torch.channels_last)
-    lanes = Lanes([LANES // group.size] * group.size, group.rank, BATCH)
-    task = Task(
-        model,
-        lambda step, lane: (images, labels),
-        seed=1,
-        label_smoothing=0.0,
-        autocast=lambda: torch.autocast("cpu", torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()),
-    )
-    strategy = parallel.build(task, lanes, group, Dist.model_construct(**settings))
-    optimizer = torch.optim.SGD(list(strategy.parameters.values()), lr=0.01, momentum=0.9, weight_decay=5e-4, fused=True)
-    strategy.follow(optimizer)
-    return strategy, optimizer
-
-
 def measure(group: ranks.Ranks, settings: dict[str, Any], seconds: float) -> dict[str, float]:
     # From here on: the most that this process has resident.
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
-    strategy, optimizer = build(group, settings)
-
-    def take(steps: int) -> float:
-        dist.barrier()
-        started_at = time.monotonic()
-        for step in range(steps):
-            strategy.backward(step)
-            optimizer.step()
-        dist.barrier()
-        return time.monotonic() - started_at
-
-    take(2)
+    built = build(group, "resnet18", settings, batch_of(BATCH // group.size), LANES // group.size)
+    seconds_of(2, *built)
     # Every rank must take as many steps.
-    steps = torch.tensor(max(2, round(seconds / take(1))))
+    steps = torch.tensor(max(2, round(seconds / seconds_of(1, *built))))
     dist.broadcast(steps, 0)
     sent = psutil.net_io_counters(pernic=True)["lo"].bytes_sent
-    took = take(int(steps))
+    took = seconds_of(int(steps), *built)
     sent = psutil.net_io_counters(pernic=True)["lo"].bytes_sent - sent
-    most = torch.tensor([held(strategy, optimizer), resident("VmHWM") - before], dtype=torch.float64) / MIB
+    most = torch.tensor([held(*built), resident("VmHWM") - before], dtype=torch.float64) / MIB
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return {
         "images/s": int(steps) * BATCH / took,
