@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.config import Config, ConfigError, DataError, MachineError, PeerError
+from pipeline.config import ConfigError, DataError, MachineError, PeerError
 from pipeline.params import load
 from pipeline.runs import status
 from tests.kit.documents import ELSEWHERE, INSTEAD, PAGES, commands, spans
@@ -37,17 +37,30 @@ def test_the_tables_of_what_is_not_run_name_only_what_the_documents_say() -> Non
     assert not set(ELSEWHERE) & set(commands())
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("experiments/*")), ids=lambda path: path.name)
-def test_every_named_experiment_is_accepted_and_changes_something(path: Path, tmp_path: Path) -> None:
+# What the tutorials set: model, ranks, global batch, learning rate, momentum, weight decay.
+TUTORIALS = {
+    "fleet": ("resnet18", 2, 64, 0.05, 0.9, 1e-4),
+    "lenet": ("lenet", 2, 256, 0.2, 0.0, 0.0),
+    "resnet18-1-rank": ("resnet18", 1, 256, 0.1, 0.0, 0.0),
+    "resnet18-2-ranks": ("resnet18", 2, 512, 0.2, 0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in ROOT.glob("experiments/*")))
+def test_every_named_experiment_has_the_settings_of_its_tutorial(name: str, tmp_path: Path) -> None:
     values = yaml.safe_load((ROOT / "params.yaml").read_text())
-    words = path.read_text().split()
+    words = (ROOT / "experiments" / name).read_text().split()
     for flag, change in zip(words[::2], words[1::2], strict=True):
         key, value = change.split("=")
-        section, name = key.split(".")
-        assert (flag, name in values[section]) == ("-S", True)
-        values[section][name] = yaml.safe_load(value)
+        section, setting = key.split(".")
+        assert (flag, setting in values[section]) == ("-S", True)
+        values[section][setting] = yaml.safe_load(value)
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(values))
-    assert load(tmp_path / "params.yaml") != Config()
+    config = load(tmp_path / "params.yaml")
+    train, dist = config.train, config.dist
+    found = (config.model.name, dist.world_size, dist.images_per_step, train.learning_rate, train.momentum, train.weight_decay)
+    assert found == TUTORIALS[name]
+    assert (train.schedule, train.warmup_epochs, train.optimizer) == ("constant", 0, "sgd")
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("levels/*/params.yaml")), ids=lambda path: path.parent.name)

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config import Dist
 from pipeline.parallel.lane_buffers import LaneBuffers
-from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals
+from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, scaled
 from pipeline.parallel.ordered import LaneGradients
 from pipeline.ranks import Ranks
 
@@ -50,8 +50,7 @@ class Ddp(Replicated):
                 self._buffers.after_lane(lane)
                 if last and self._gradients is None:
                     loss.register_hook(self._waits_after_backward)
-                # A loss that is no number makes the gradients none either; any other is scaled by exactly `_scale`.
-                (loss * (self._scale + (loss - loss).detach())).backward()  # pyright: ignore[reportUnknownMemberType]
+                scaled(loss, self._scale).backward()  # pyright: ignore[reportUnknownMemberType]
             rows.append(row)
             if self._gradients is not None and not last:
                 self._gradients.keep(lane)

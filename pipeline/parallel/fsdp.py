@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from pipeline.config import ConfigError, Dist
 from pipeline.parallel import Strategy, ddp
 from pipeline.parallel.lane_buffers import LaneBuffers
-from pipeline.parallel.lanes import Lanes, Task, Totals, TreeNode, push
+from pipeline.parallel.lanes import Lanes, Task, Totals, TreeNode, first_weights, push, scaled
 from pipeline.parallel.mesh import groups
 from pipeline.parallel.ordered import OrderedSum, add
 from pipeline.parallel.remainders import Remainders, remainder, vector_elements
@@ -53,6 +53,8 @@ class Fsdp:
         on_cpu = ordered and ranks.device.type == "cpu"
         remainders = {name: self.part(name, remainder(one)).clone() for name, one in model.named_parameters() if on_cpu}
         keep_layouts(model)
+        # FSDP takes plain memory order alone.
+        model.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
         first_weights(model)
         copy, peers = groups(ranks, settings)
         mesh = DeviceMesh.from_group(copy, ranks.device.type)
@@ -102,8 +104,7 @@ class Fsdp:
                 self._model.set_requires_gradient_sync(last)
             loss, row = self._task.forward(self._task.model, step, lane)
             self._buffers.after_lane(lane)
-            # A loss that is no number makes the gradients none either; any other is scaled exactly.
-            (loss * (1 / self._lanes.global_batch + (loss - loss).detach())).backward()  # pyright: ignore[reportUnknownMemberType]
+            scaled(loss, 1 / self._lanes.global_batch).backward()  # pyright: ignore[reportUnknownMemberType]
             rows.append(row)
         for one in self._sums:
             one.finish()
@@ -163,13 +164,6 @@ def keep_layouts(model: nn.Module) -> None:
         # By strides: with one channel, or one pixel, a weight is contiguous in both orders.
         if isinstance(one, nn.Conv2d) and one.weight.stride() != torch.empty(one.weight.shape, device="meta").stride():
             one.forward = partial(forward, one)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def first_weights(model: nn.Module) -> None:
-    """Give every rank the weights of rank 0, as DDP does, in plain memory order: FSDP takes no other."""
-    model.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
-    for one in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(one.detach(), 0)
 
 
 class Gather(AllGather):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -132,6 +133,19 @@ def seed_draws(seed: int, device: torch.device) -> None:
         torch.cuda.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
+
+
+def first_weights(model: nn.Module) -> None:
+    """Give every rank the weights and buffers of rank 0, as DDP does: hosts may draw others."""
+    for one in [*model.parameters(), *model.buffers()]:
+        first = one.detach().contiguous()
+        dist.broadcast(first, 0)
+        one.detach().copy_(first)
+
+
+def scaled(loss: Tensor, share: float) -> Tensor:
+    """A loss times its share of the mean; one that is no number makes the gradients none either, and any other is scaled exactly."""
+    return loss * (share + (loss - loss).detach())
 
 
 def draws(device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from pipeline.config import Dist
 from pipeline.parallel import Strategy, ddp
 from pipeline.parallel.lane_buffers import floating, set_floating
-from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, TreeNode, draws, push, set_draws
+from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, TreeNode, draws, first_weights, push, scaled, set_draws
 from pipeline.parallel.mesh import groups
 from pipeline.parallel.messages import Messages
 from pipeline.parallel.ordered import add, flat
@@ -42,11 +42,7 @@ class Pipeline(Replicated):
 
     def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, settings: Dist):
         model = task.model
-        for one in [*model.parameters(), *model.buffers()]:
-            # Hosts may draw other first weights.
-            first = one.detach().contiguous()
-            dist.broadcast(first, 0)
-            one.detach().copy_(first)
+        first_weights(model)
         count = ranks.size // settings.replicas
         stages = cut(model, count)
         self._first, self._last = ranks.rank - ranks.rank % count, ranks.rank - ranks.rank % count + count - 1
@@ -118,8 +114,7 @@ class Pipeline(Replicated):
         if self._is_last:
             loss, row = self._task.loss(stage, entering.clone(), labels)
             rows.append(row)
-            # A loss that is no number makes the gradients none either; any other is scaled exactly.
-            return entering, loss * (1 / self._lanes.global_batch + (loss - loss).detach())
+            return entering, scaled(loss, 1 / self._lanes.global_batch)
         with self._task.autocast():
             leaving: Tensor = stage(entering.clone())
         self._hand_over(self._onward, leaving.detach(), self._ranks.rank + 1)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.parallel.lane_buffers import LaneBuffers
-from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, TreeNode, push
+from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, TreeNode, push, scaled
 from pipeline.parallel.ordered import OrderedSum, add, flat
 from pipeline.ranks import Ranks
 
@@ -31,9 +31,8 @@ class FlatTask:
     def gradient(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The same of images that are at hand."""
         loss, row = self.task.loss(self.task.model, images, labels)
-        # A loss that is no number makes the gradients none either; any other is scaled exactly.
-        scaled = loss * (1 / self.global_batch + (loss - loss).detach())
-        return row, flat(list(torch.autograd.grad(scaled, self.parameters)), self.parameters)
+        gradients = torch.autograd.grad(scaled(loss, 1 / self.global_batch), self.parameters)
+        return row, flat(list(gradients), self.parameters)
 
     def views(self, values: Tensor) -> list[Tensor]:
         """One flat tensor as the parameters lie in memory."""

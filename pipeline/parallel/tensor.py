@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from pipeline.config import Dist
 from pipeline.parallel import Strategy, ddp
 from pipeline.parallel.lane_buffers import LaneBuffers
-from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, draws, set_draws
+from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, draws, first_weights, scaled, set_draws
 from pipeline.ranks import Ranks
 
 
@@ -34,20 +34,16 @@ class TensorParallel(Replicated):
 
     def __init__(self, task: Task, lanes: Lanes, ranks: Ranks):
         model = task.model
-        for one in [*model.parameters(), *model.buffers()]:
-            # Hosts may draw other first weights.
-            first = one.detach().contiguous()
-            dist.broadcast(first, 0)
-            one.detach().copy_(first)
+        first_weights(model)
         self._task, self._ranks = task, ranks
         # Which parameters are in rows, and how many rows each rank has.
         self._rows: dict[str, list[int]] = {}
         layers: list[tuple[str, Any]] = list(model.named_modules())
         # Swin's attention computes with the weights of its layers itself, as others do with those of derived classes.
-        used = {id(one) for _, parent in layers if type(parent).__name__.startswith("ShiftedWindow") for one in parent.modules()}
+        windows = {id(one) for _, parent in layers if type(parent).__name__.startswith("ShiftedWindow") for one in parent.modules()}
         for name, layer in layers:
-            whole = id(layer) in used or type(layer) not in (nn.Linear, nn.Conv2d) or getattr(layer, "groups", 1) > 1
-            if not whole and layer.weight.shape[0] >= ranks.size:
+            in_rows = type(layer) in (nn.Linear, nn.Conv2d) and getattr(layer, "groups", 1) == 1 and id(layer) not in windows
+            if in_rows and layer.weight.shape[0] >= ranks.size:
                 self._cut(name, layer)
         super().__init__(model)
         self._lanes, self.reads = Lanes([lanes.count], 0, lanes.global_batch), range(lanes.count)
@@ -77,8 +73,7 @@ class TensorParallel(Replicated):
             self._buffers.before_lane(lane)
             loss, row = self._task.loss(self._whole_forward, *self._task.begin(step, lane))
             self._buffers.after_lane(lane)
-            # A loss that is no number makes the gradients none either; any other is scaled exactly.
-            (loss * (1 / self._lanes.global_batch + (loss - loss).detach())).backward()  # pyright: ignore[reportUnknownMemberType]
+            scaled(loss, 1 / self._lanes.global_batch).backward()  # pyright: ignore[reportUnknownMemberType]
             rows.append(row)
         self._buffers.finish()
         return Totals(self._ranks.on_rank_zero(lambda: rows, []), self._totals, self._ranks)

@@ -48,7 +48,7 @@ def import_run(source: Path, job: Job, identity: dict[str, Any], header: dict[st
     if not differing:
         return f"going on from {newest}"
     changed = ", ".join(f"{key} {then.get(key)} -> {now.get(key)}" for key in differing if key not in only_one_has)
-    bits = "`native` sums in another order there, so the bits are those of neither" if native else "the bits are those of both"
+    bits = "`native` sums in another order there, so the bits are those of neither" if native else "with the same bits"
     return f"going on from {newest} with {changed}: the same samples in the same order, none twice and none left out; {bits}"
 
 

@@ -22,7 +22,7 @@ from pipeline.stop_signals import STOP_SIGNALS
 from pipeline.tracking import artifacts
 from pipeline.tracking.database import opening
 from pipeline.tracking.journal import CHECKPOINT, Tail, last, read
-from pipeline.tracking.mirror_state import State, error_line, read_state, server_id, write_error, write_state
+from pipeline.tracking.mirror_state import State, database_of, error_line, read_state, server_id, write_error, write_state
 from pipeline.tracking.mlflow_flavor import Program
 
 log = logging.getLogger(__name__)
@@ -155,11 +155,10 @@ class Mirror:
             return str(experiment.experiment_id)
         # With a server, the server says where artifacts go.
         uri = self._mlflow.get_tracking_uri()
-        served, local = uri.startswith("http"), uri.removeprefix("sqlite:///")
-        # Beside a local database, else beside runs/, wherever that is now.
-        folder = self._run.resolve().parents[1] if local == uri else Path(local).resolve().parent
-        artifacts = (folder / "mlartifacts").as_uri()
-        return str(self._client.create_experiment(name, artifact_location=None if served else artifacts))
+        # Beside a local database, else beside runs/, wherever that is now: a journal from elsewhere names another folder.
+        store = database_of(uri) or self._run.resolve().parents[1] / "mlflow.db"
+        artifacts = None if uri.startswith("http") else store.with_name("mlartifacts").as_uri()
+        return str(self._client.create_experiment(name, artifact_location=artifacts))
 
     def _on_started(self, line: dict[str, Any]) -> None:
         self._client.update_run(self._state.run_id, status="RUNNING")

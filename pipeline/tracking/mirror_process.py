@@ -18,7 +18,7 @@ from pipeline.config import ConfigError
 from pipeline.files import Paths
 from pipeline.tracking.artifacts import ANSWERS
 from pipeline.tracking.journal import last
-from pipeline.tracking.mirror_state import read_state, server_id, write_error
+from pipeline.tracking.mirror_state import database_of, read_state, server_id, write_error
 
 # How late MLflow may make an end: by a server that takes nothing, and by one that goes on taking.
 DEAF_SECONDS, RECEIVING_SECONDS = 8.0, 600.0
@@ -34,9 +34,9 @@ QUICK_TO_FAIL = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TI
 def tracking_uri(paths: Paths) -> str:
     """Return where runs are recorded: what the environment says, else a database beside the params file."""
     named = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
-    local = named.removeprefix("sqlite:///")
+    store = database_of(named, paths.home)
     # A relative path would be another database in every folder, such as those of DVC's temporary experiments.
-    return named if local == named else f"sqlite:///{paths.home / local}"
+    return f"sqlite:///{store}" if store else named
 
 
 def without_credentials(uri: str) -> tuple[str, dict[str, str]]:
@@ -83,11 +83,13 @@ def address(run: Path, paths: Paths) -> str:
     if uri.startswith("http"):
         # In containers the server has one name for them and another for people.
         return f"{(os.environ.get('LOCKSTEP_UI') or uri).rstrip('/')}/{page}"
-    local, here = uri.removeprefix("sqlite:///"), Path.cwd()
-    if local != uri and Path(local).name != "mlflow.db":
-        return f"http://127.0.0.1:5000/{page} (after: mlflow server --backend-store-uri {shlex.quote(uri)})"
-    folder = paths.root if local == uri else Path(local).resolve().parent
-    folder = folder.relative_to(here) if folder.is_relative_to(here) else folder
+    store = database_of(uri)
+    if store is None or store.name != "mlflow.db":
+        # Another kind of database is named by what may hold its password.
+        named = shlex.quote(uri) if store else "$MLFLOW_TRACKING_URI"
+        return f"http://127.0.0.1:5000/{page} (after: mlflow server --backend-store-uri {named})"
+    here = Path.cwd()
+    folder = store.parent.relative_to(here) if store.is_relative_to(here) else store.parent
     return f"http://127.0.0.1:5000/{page} (after: make ui{'' if folder == Path() else f' IN={shlex.quote(str(folder))}'})"
 
 

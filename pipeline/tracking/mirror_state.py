@@ -27,6 +27,12 @@ class State:
     server: str = ""
 
 
+def database_of(uri: str, folder: Path = Path()) -> Path | None:
+    """Return the file of a local database, which may be relative to a folder; None for any other store."""
+    local = uri.removeprefix("sqlite:///")
+    return None if local == uri else folder / local
+
+
 def read_state(run: Path) -> State:
     """Return what the mirror of a run has written down; of a damaged file nothing, as sending twice changes nothing."""
     try:

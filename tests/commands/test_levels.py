@@ -34,6 +34,7 @@ def test_every_level_ends_in_the_figure_of_the_page_and_in_one_digest(tmp_path: 
     assert len({one["weights_sha256"] for one in receipts}) == 1
     assert all(said.count(receipts[0]["weights_sha256"]) == 1 for said in found.values())
     assert [one.info.status for one in runs(clone)] == ["FINISHED"] * len(levels)
+    assert all(one.info.artifact_uri.startswith((clone / "mlartifacts").as_uri()) for one in runs(clone))
     assert len({(one["placement"]["world_size"], str(one["parameters"]["dist"])) for one in receipts}) == len(levels)
 
 

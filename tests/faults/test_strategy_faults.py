@@ -64,7 +64,7 @@ def test_strategies_go_on_from_each_other_through_kills_and_stops(
         assert re.search(rf"rank {dist['world_size'] - 1} was ended by SIGKILL in step \d+; starting again", said), said
         if number and RELAY[number - 1]["strategy"] != dist["strategy"]:
             assert f"with dist.strategy {RELAY[number - 1]['strategy']} -> {dist['strategy']}: the same samples in the same order" in said
-            assert said.count("the bits are those of both") == 1
+            assert said.count("none left out; with the same bits") == 1
         if not last:
             left = experiment.folder / f"left by {number}"
             shutil.move(experiment.run_folder, left)

@@ -63,16 +63,15 @@ def test_a_sharded_training_has_the_bits_and_the_checkpoints_of_ddp(tmp_path: Pa
 def test_what_one_strategy_saves_any_other_goes_on_from(tmp_path: Path, run_ranks) -> None:
     chain = [("ddp", 2), ("fsdp", 4), ("allreduce", 3), ("pipeline", 3), ("fsdp", 2), ("dataparallel", 1), ("pipeline", 2), ("graphs", 2)]
     # LeNet with momentum: tests/faults/test_strategy_faults.py.
-    for case in (ADAMW,):
-        ((expected, _),) = run_ranks(1, (trained, (job(tmp_path, case, "ddp", 1, "alone"), None)))[0]
-        digest = ""
-        for stop, (strategy, size) in enumerate(chain, 1):
-            last = stop == len(chain)
-            one = job(tmp_path, case, strategy, size, "passed on")
-            ((digest, step),) = run_ranks(size, (trained, (one, None if last else 2 * stop)))[0]
-            # The question put after the signal is answered one step later, unless it came in time for the one before.
-            assert step in ([steps_of(case)] if last else [2 * stop, 2 * stop + 1]), (strategy, size)
-        assert digest == expected
+    ((expected, _),) = run_ranks(1, (trained, (job(tmp_path, ADAMW, "ddp", 1, "alone"), None)))[0]
+    digest = ""
+    for stop, (strategy, size) in enumerate(chain, 1):
+        last = stop == len(chain)
+        one = job(tmp_path, ADAMW, strategy, size, "passed on")
+        ((digest, step),) = run_ranks(size, (trained, (one, None if last else 2 * stop)))[0]
+        # The question put after the signal is answered one step later, unless it came in time for the one before.
+        assert step in ([steps_of(ADAMW)] if last else [2 * stop, 2 * stop + 1]), (strategy, size)
+    assert digest == expected
 
 
 def held(group: Any, job: Job) -> tuple[int, int, int]:

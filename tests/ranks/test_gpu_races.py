@@ -17,8 +17,8 @@ from tests.ranks.test_bits import RESNET_BF16, trained
 from tests.ranks.test_gpu import LENET, job_on_gpu
 
 
-@gpu("G4: nccl between ranks, on GPUs of their own or on one, has the bits of one rank, under every strategy")
-@pytest.mark.parametrize("strategy", [one for one in parallel.CATALOGUE if one != "dataparallel"])
+@gpu("G4: nccl between ranks, on GPUs of their own or on one, has the bits of one rank, under every strategy that promises bits")
+@pytest.mark.parametrize("strategy", [one for one in parallel.CATALOGUE if one not in ("dataparallel", "tensor")])
 def test_nccl_between_ranks_has_the_bits_of_one(strategy: str, tmp_path: Path, run_ranks) -> None:
     if GPU == "cuda" and torch.cuda.device_count() < 2 and torch.cuda.nccl.version() < (2, 30):
         pytest.skip("this NCCL needs a GPU for each rank")

@@ -7,14 +7,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from torch.distributed.elastic.agent.server import WorkerState
+from torch.distributed.elastic.multiprocessing import start_processes
 
 from pipeline.launch.agent import Agent as TorchAgent
+from pipeline.launch.agent import AttemptLogs
 from tests.kit.experiment import ROOT
 from tests.kit.waiting import until
 
@@ -97,20 +98,19 @@ def test_a_rank_that_was_killed_while_it_wrote_its_error_file_is_started_again(t
     assert [(event["event"], event["attempt"]) for event in events] == [("started", 0), ("failed", 0), ("started", 1), ("failed", 1)]
 
 
-def test_torchrun_does_not_look_for_failures_between_our_look_and_our_report() -> None:
-    class Context:
-        """What torchrun asks is refused here."""
-
-        def __init__(self, *ranks: "subprocess.Popen[bytes]"):
-            self.subprocess_handlers = {number: SimpleNamespace(proc=one) for number, one in enumerate(ranks)}
-
-    agent = object.__new__(TorchAgent)
-    with subprocess.Popen([sys.executable, "-c", ""]) as done:
-        done.wait()
-        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as alive:
-            agent._pcontext = Context(done, alive)  # type: ignore[assignment]
-            assert agent._monitor_workers(None).state == WorkerState.HEALTHY  # type: ignore[arg-type]
-            alive.communicate(b"\n")
+def test_torchrun_does_not_look_for_failures_where_we_have_found_none(tmp_path: Path) -> None:
+    """A rank that fails between the two would be reported by nobody, and its peers asked by SIGTERM to save."""
+    logs = AttemptLogs(log_dir=str(tmp_path))
+    ranks = start_processes("ranks", sys.executable, {0: ("-c", ""), 1: ("-c", "import time; time.sleep(60)")}, {0: {}, 1: {}}, logs)
+    try:
+        ranks.subprocess_handlers[0].proc.wait()
+        agent = object.__new__(TorchAgent)
+        agent._pcontext = ranks
+        assert agent._monitor_workers(None).state == WorkerState.HEALTHY  # type: ignore[arg-type]
+        # Where it has looked, it knows of the one that has ended.
+        assert ranks._running_local_ranks == {0, 1}
+    finally:
+        ranks.close(signal.SIGKILL)
 
 
 def test_any_number_of_signals_is_one_stop_that_ranks_may_take_their_time_for(tmp_path: Path) -> None:

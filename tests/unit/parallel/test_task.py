@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import draw_seed
-from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, fold, seed_draws
+from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, draws, fold, scaled, seed_draws, set_draws
 from pipeline.ranks import Ranks
 
 
@@ -49,6 +49,34 @@ def test_right_answers_are_those_with_the_largest_output() -> None:
     wrong = Task(lambda _: -nn.functional.one_hot(labels, 7).float(), batch, 3, 0.0, nullcontext)
     assert wrong.forward(wrong.model, 0, 0)[1][1].item() == 0
     assert task.forward(task.model, 0, 0)[1][0].item() > 0
+
+
+@pytest.mark.parametrize(("given", "computed"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64,) * 2])
+def test_the_loss_is_computed_in_fp32_at_least(given: torch.dtype, computed: torch.dtype) -> None:
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).to(given)
+    task = Task(lambda _: logits, batch, 3, 0.0, nullcontext)
+    loss, _ = task.forward(task.model, 0, 0)
+    assert loss.dtype == computed
+
+
+def test_a_loss_is_scaled_exactly_and_one_that_is_no_number_makes_the_gradients_none() -> None:
+    for value, share, expected in ((3.0, 0.25, 0.25), (3.0, 1 / 3, 1 / 3), (math.inf, 0.25, math.nan), (math.nan, 0.25, math.nan)):
+        loss = torch.tensor(value, requires_grad=True)
+        part = scaled(loss, share)
+        assert part.item() == pytest.approx(value * share, rel=1e-7, nan_ok=True) or not math.isfinite(value)
+        part.backward()
+        assert loss.grad is not None
+        assert loss.grad.item() == pytest.approx(torch.tensor(expected).item(), rel=0, abs=0, nan_ok=True)
+
+
+def test_random_draws_go_on_from_where_they_stood() -> None:
+    here = torch.device("cpu")
+    seed_draws(5, here)
+    state = draws(here)
+    first = torch.rand(4)
+    set_draws(state, here)
+    assert torch.equal(torch.rand(4), first)
+    assert not torch.equal(torch.rand(4), first)
 
 
 def test_label_smoothing_takes_a_share_of_the_loss_over_all_classes() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.files import Paths
 from pipeline.tracking import mirror_process
-from pipeline.tracking.mirror_process import MirrorProcess, without_credentials
+from pipeline.tracking.mirror_process import MirrorProcess, address, without_credentials
 
 
 def suspended_mirror(folder: Path) -> MirrorProcess:
@@ -53,3 +53,22 @@ def test_who_asks_again_to_stop_waits_for_no_id(tmp_path: Path) -> None:
 def test_an_at_in_the_path_of_an_address_is_no_end_of_a_password(given: str, server: str, name: str | None) -> None:
     uri, credentials = without_credentials(given)
     assert (uri, credentials.get("MLFLOW_TRACKING_USERNAME")) == (server, name)
+
+
+def test_the_link_to_a_run_says_how_its_own_store_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = {
+        # Relative: to the experiment's folder.
+        None: "make ui IN=one)",
+        "sqlite:///team/mlflow.db": "make ui IN=one/team)",
+        f"sqlite:///{tmp_path}/mlflow.db": "make ui)",
+        "sqlite:////else/where/mlflow.db": "make ui IN=/else/where)",
+        "sqlite:////else/team.db": "mlflow server --backend-store-uri sqlite:////else/team.db)",
+        "postgresql://me:secret@host/runs": "mlflow server --backend-store-uri $MLFLOW_TRACKING_URI)",
+    }
+    for uri, said in expected.items():
+        if uri is None:
+            monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        else:
+            monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        assert address(tmp_path, Paths(Path("one/params.yaml"))).endswith(f" (after: {said}"), uri
