@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 NETWORK = (
     *(errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ETIMEDOUT, errno.ENETDOWN),
@@ -64,28 +64,46 @@ def make_folder(path: Path) -> None:
         fsync_path(folder.parent)
 
 
-def atomic_write(path: Path, content: bytes) -> None:
+class Content(Protocol):
+    """What a file is to hold, where it is more than is held at once."""
+
+    size_bytes: int
+
+    def write_to(self, file: FileIO) -> None: ...
+
+
+def atomic_write(path: Path, content: bytes | Content) -> None:
     """A reader sees the old file or the new one, also after a power cut; where it does not fit, nothing is left of the new one."""
+    size_bytes = len(content) if isinstance(content, bytes) else content.size_bytes
     make_folder(path.parent)
-    check_room(path.parent, len(content))
-    scratch, rest = path.with_name(f".{path.name}.partial"), memoryview(content)
+    check_room(path.parent, size_bytes)
+    scratch = path.with_name(f".{path.name}.partial")
     with _open_alone(scratch) as file:
         try:
-            while rest:
-                rest = rest[file.write(rest) :]
+            if isinstance(content, bytes):
+                write_all(file, content)
+            else:
+                content.write_to(file)
             os.fsync(file.fileno())
         except OSError:
             scratch.unlink(missing_ok=True)
-            check_room(path.parent, len(content))
+            check_room(path.parent, size_bytes)
             raise
         os.replace(scratch, path)
     fsync_path(path.parent)
 
 
+def write_all(file: FileIO, content: bytes) -> None:
+    """Write all of it: the system may take a part at a time."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
 def _open_alone(scratch: Path) -> FileIO:
     """Open a scratch file, empty, for this process alone: another one may be writing the same file, or have been killed at it."""
     while True:
-        file = scratch.open("ab", buffering=0)
+        file = FileIO(scratch, "r+", opener=lambda path, flags: os.open(path, flags | os.O_CREAT, 0o666))
         fcntl.flock(file, fcntl.LOCK_EX)
         # Whoever held the lock has put the file in place, or removed it.
         if _is_same_file(file, scratch):

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipeline.config import MachineError
 from pipeline.heartbeat import COMPUTING, Heartbeat
+from pipeline.timeouts import GATHERING_SECONDS
 
 T = TypeVar("T")
 
@@ -91,9 +92,35 @@ class Ranks:
         )
         if self.rank != 0:
             buffer = torch.empty(int(size.item()), dtype=torch.uint8)
-        if len(buffer):
-            dist.broadcast(buffer, 0, group=self.control)
+        self.broadcast(buffer)
         return buffer.numpy().tobytes()
+
+    def broadcast(self, values: Tensor) -> None:
+        """Broadcast rank 0's values, in the host's memory, in place."""
+        if values.numel():
+            # As bytes: gloo does not know every type.
+            dist.broadcast(values.view(-1).view(torch.uint8), 0, group=self.control)
+
+    def collected(self, own: Tensor, per_rank: list[int], everywhere: bool = False) -> Tensor:
+        """Return all ranks' elements, in the host's memory and in the order of ranks, on rank 0 or everywhere; elsewhere nothing."""
+        whole = torch.empty(sum(per_rank) if everywhere or self.rank == 0 else 0, dtype=own.dtype)
+        if self.rank == 0:
+            pieces = whole.split(per_rank)
+            pieces[0].copy_(own)
+            for rank, piece in enumerate(pieces[1:], 1):
+                if piece.numel():
+                    self.control.recv([piece.view(torch.uint8)], rank, 0).wait()
+        elif per_rank[self.rank]:
+            self.control.send([own.view(torch.uint8)], 0, 0).wait()
+        if everywhere:
+            self.broadcast(whole)
+        return whole
+
+    def beside(self) -> "Ranks":
+        """Return the same ranks with a control group of its own, for a thread beside the training; every rank must call it."""
+        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=GATHERING_SECONDS))
+        assert isinstance(control, dist.ProcessGroup)
+        return replace(self, control=control)
 
 
 @dataclass(frozen=True)

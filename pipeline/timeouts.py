@@ -9,6 +9,9 @@ RETURN_SECONDS = 600
 # How long ranks may take, at least, to begin and to write the model, before they count as hung.
 START_SECONDS = 120
 
+# How long ranks wait, beside the training, for rank 0 to take their shards of a checkpoint: its disk may be slow.
+GATHERING_SECONDS = 24 * 3600
+
 # How long the agent waits for the fork server, which may be importing torch from a slow disk, before it executes a rank instead.
 FORK_SECONDS = 60
 

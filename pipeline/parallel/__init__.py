@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from pipeline.config import ConfigError, unknown
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from torch.nn import Parameter
     from torch.optim import Optimizer
@@ -41,13 +42,11 @@ class Holding(Protocol):
     parameters: "dict[str, Parameter]"
     # True if that is less than the whole.
     sharded: bool
+    # The shapes of the whole parameters; what ranks hold of one is the whole in the order of ranks.
+    shapes: "dict[str, torch.Size]"
 
     def part(self, name: str, whole: "Tensor") -> "Tensor":
         """Return this rank's part of a parameter's values, or of values that belong to them."""
-        ...
-
-    def whole(self, name: str, part: "Tensor") -> "Tensor":
-        """Return the whole of them; every rank must call it."""
         ...
 
     def counts(self, name: str) -> bool:

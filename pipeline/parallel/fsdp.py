@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from pipeline.config import ConfigError, Dist
 from pipeline.parallel import Strategy, ddp
 from pipeline.parallel.lane_buffers import LaneBuffers
-from pipeline.parallel.lanes import Lanes, Task, Totals, TreeNode, first_weights, push, scaled
+from pipeline.parallel.lanes import Lanes, Task, Totals, TreeNode, first_weights, push, scaled, shapes
 from pipeline.parallel.mesh import groups
 from pipeline.parallel.ordered import OrderedSum, add
 from pipeline.parallel.remainders import Remainders, remainder, vector_elements
@@ -56,6 +55,7 @@ class Fsdp:
         # FSDP takes plain memory order alone.
         model.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
         first_weights(model)
+        self.shapes = shapes(model)
         copy, peers = groups(ranks, settings)
         mesh = DeviceMesh.from_group(copy, ranks.device.type)
         self._sums: list[OrderedReduceScatter] = []
@@ -122,13 +122,6 @@ class Fsdp:
         """This rank's rows: as many as every other's, but at the end."""
         rows, index = -(-len(whole) // self._shares), self._ranks.rank % self._shares
         return whole[index * rows : (index + 1) * rows]
-
-    def whole(self, name: str, part: Tensor) -> Tensor:
-        """All ranks' rows."""
-        one = self._shared[name]
-        self._ranks.heartbeat.waiting()
-        shared = DTensor.from_local(part, one.device_mesh, one.placements, run_check=False, shape=one.shape, stride=one.stride())
-        return shared.full_tensor()
 
     def counts(self, name: str) -> bool:
         """The first copy's ranks."""

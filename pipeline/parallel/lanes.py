@@ -75,6 +75,7 @@ class Replicated:
 
     def __init__(self, model: nn.Module):
         self.parameters = dict(model.named_parameters())
+        self.shapes = shapes(model)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Whole tensors need nothing."""
@@ -83,13 +84,14 @@ class Replicated:
         """Nothing is shared out."""
         return whole
 
-    def whole(self, name: str, part: Tensor) -> Tensor:
-        """Nothing is to be gathered."""
-        return part
-
     def counts(self, name: str) -> bool:
         """Nothing is summed over ranks."""
         return True
+
+
+def shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """The shapes of a model's parameters, by name."""
+    return {name: one.shape for name, one in model.named_parameters()}
 
 
 @dataclass(frozen=True)

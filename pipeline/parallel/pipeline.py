@@ -18,7 +18,7 @@ from torch.func import functional_call
 from pipeline.config import Dist
 from pipeline.parallel import Strategy, ddp
 from pipeline.parallel.lane_buffers import floating, set_floating
-from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, TreeNode, draws, first_weights, push, scaled, set_draws
+from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, TreeNode, draws, first_weights, push, scaled, set_draws, shapes
 from pipeline.parallel.mesh import groups
 from pipeline.parallel.messages import Messages
 from pipeline.parallel.ordered import add, flat
@@ -54,11 +54,12 @@ class Pipeline(Replicated):
         self._buffers: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         for name, one in model.named_buffers():
             self._buffers.setdefault((self._owners[name], one.dtype), []).append(one)
-        self._shapes = {name: one.shape for name, one in model.named_parameters()}
+        whole = shapes(model)
         for name, one in model.named_parameters():
             if self._owners[name] != index:
                 one.data = torch.empty(0, dtype=one.dtype, device=one.device)
         super().__init__(model)
+        self.shapes = whole
         self._own: list[Tensor] = [one for name, one in model.named_parameters() if one.requires_grad and self._owners[name] == index]
         self._task, self._model, self._ranks, self._index = task, model, ranks, index
         timeout = timedelta(seconds=settings.timeout_seconds)
@@ -180,15 +181,6 @@ class Pipeline(Replicated):
     def part(self, name: str, whole: Tensor) -> Tensor:
         """All of it on the rank of its stage, nothing of it elsewhere."""
         return whole if self._owners[name] == self._index else whole.new_empty(0)
-
-    def whole(self, name: str, part: Tensor) -> Tensor:
-        """What the rank of its stage has."""
-        owner = self._owners[name]
-        found = part.contiguous() if owner == self._index else part.new_empty(self._shapes[name])
-        self._ranks.heartbeat.waiting()
-        # The first copy's.
-        dist.broadcast(found, owner)
-        return found
 
     def counts(self, name: str) -> bool:
         """The first copy's ranks."""

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from pipeline.config import Dist
 from pipeline.parallel import Strategy, ddp
 from pipeline.parallel.lane_buffers import LaneBuffers
-from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, draws, first_weights, scaled, set_draws
+from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, draws, first_weights, scaled, set_draws, shapes
 from pipeline.ranks import Ranks
 
 
@@ -35,7 +35,7 @@ class TensorParallel(Replicated):
     def __init__(self, task: Task, lanes: Lanes, ranks: Ranks):
         model = task.model
         first_weights(model)
-        self._task, self._ranks = task, ranks
+        self._task, self._ranks, whole = task, ranks, shapes(model)
         # Which parameters are in rows, and how many rows each rank has.
         self._rows: dict[str, list[int]] = {}
         layers: list[tuple[str, Any]] = list(model.named_modules())
@@ -46,6 +46,7 @@ class TensorParallel(Replicated):
             if in_rows and layer.weight.shape[0] >= ranks.size:
                 self._cut(name, layer)
         super().__init__(model)
+        self.shapes = whole
         self._lanes, self.reads = Lanes([lanes.count], 0, lanes.global_batch), range(lanes.count)
         self._totals = Lanes([lanes.count] + [0] * (ranks.size - 1), ranks.rank, lanes.global_batch)
         self._buffers = LaneBuffers(model, self._lanes)
@@ -97,10 +98,6 @@ class TensorParallel(Replicated):
     def part(self, name: str, whole: Tensor) -> Tensor:
         """This rank's rows of a layer that is cut, and all of any other."""
         return whole.split(self._rows[name])[self._ranks.rank] if name in self._rows else whole
-
-    def whole(self, name: str, part: Tensor) -> Tensor:
-        """All ranks' rows."""
-        return self._ranks.gather_rows(part, self._rows[name]) if name in self._rows else part
 
     def counts(self, name: str) -> bool:
         """Rows are on one rank each, and what is not cut is on all of them."""

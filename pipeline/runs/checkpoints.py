@@ -26,14 +26,19 @@ def listed(index: dict[str, Any]) -> list[dict[str, Any]]:
     return [*index["checkpoints"], *([index["best"]] if "best" in index else [])]
 
 
-def intact(folder: Path, entry: dict[str, Any], warn: Callable[[str], None]) -> bytes | None:
-    """Return a listed file's content, or None, after a warning, if it is not what was written."""
+def intact(folder: Path, entry: dict[str, Any], warn: Callable[[str], None]) -> Path | None:
+    """Return a listed file's path, or None, after a warning, if it is not what was written."""
     path = folder / entry["file"]
-    content = path.read_bytes() if path.is_file() else b""
-    if hashlib.sha256(content).hexdigest() == entry["sha256"]:
-        return content
-    warn(f"{path} is " + (f"damaged: {len(content)} bytes of another SHA-256" if path.exists() else "missing"))
+    if path.is_file() and sha256_of_file(path) == entry["sha256"]:
+        return path
+    warn(f"{path} is " + (f"damaged: {path.stat().st_size} bytes of another SHA-256" if path.exists() else "missing"))
     return None
+
+
+def sha256_of_file(path: Path) -> str:
+    """Return a file's SHA-256; little of it is held at once."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def journal_until(journal: Path | None, size_bytes: int = -1) -> list[Any]:
@@ -60,10 +65,8 @@ def _is_covered(entry: dict[str, Any], journal: Path | None) -> bool:
     return journal is None or count_metrics(journal, entry["step"]) >= entry.get("metrics", 0)
 
 
-def usable(
-    folder: Path, index: dict[str, Any], journal: Path | None, warn: Callable[[str], None]
-) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yield entry and content of every checkpoint that a resume may take, the one it takes first."""
+def usable(folder: Path, index: dict[str, Any], journal: Path | None, warn: Callable[[str], None]) -> Iterator[tuple[dict[str, Any], Path]]:
+    """Yield entry and path of every checkpoint that a resume may take, the one it takes first."""
     best = index.get("best")
     entries = index["checkpoints"][::-1]
     if entries and best is not None and intact(folder, best, warn) is None:
@@ -74,9 +77,9 @@ def usable(
             # Figures are written once: those that are gone come about again only from before them.
             warn(f"{folder / entry['file']} does not go with the journal, which has been cut")
             continue
-        content = intact(folder, entry, warn)
-        if content is not None:
-            yield entry, content
+        path = intact(folder, entry, warn)
+        if path is not None:
+            yield entry, path
 
 
 def newest(run: Path) -> str | None:
@@ -87,7 +90,7 @@ def newest(run: Path) -> str | None:
         # Rank 0 rebuilds the index from the files, which takes torch.
         return max(map(str, folder.glob("step-*.safetensors")), default=None)
     found = next(usable(folder, index, run / "journal.jsonl", lambda _: None), None)
-    return str(folder / found[0]["file"]) if found else None
+    return str(found[1]) if found else None
 
 
 def none_left(folder: Path, count: int) -> MachineError:

@@ -3,7 +3,6 @@
 Where the index is damaged it is made anew from the files. Training goes on while a file is written: what it holds is copied first.
 """
 
-import hashlib
 import json
 import logging
 from collections import deque
@@ -12,27 +11,28 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load
-from torch import Tensor
-
 from pipeline.files import atomic_write, fsync_path, write_checksummed_json
 from pipeline.ranks import Ranks
-from pipeline.runs.checkpoints import INDEX, count_metrics, journal_until, listed, none_left, read_index, usable
+from pipeline.runs.checkpoints import INDEX, count_metrics, journal_until, listed, none_left, read_index, sha256_of_file, usable
 from pipeline.tracking.journal import CHECKPOINT, last, read
-from pipeline.training.checkpoint_file import copied, facts_of, packed, proven
+from pipeline.training.checkpoint_file import proven
+from pipeline.training.shards import Shards, read_everywhere
 from pipeline.training.state import MODEL, State
 
 log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The checkpoints of one run: rank 0 writes and reads the files, the others receive its bytes.
+    """The checkpoints of one run: rank 0 writes and reads the files, one tensor at a time.
 
-    Files are written by an executor's thread, or without one before `save` returns.
+    Where ranks hold parts, each copies its own, and rank 0 gets them beside the training. Files are written by an executor's thread, or
+    without one before `save` returns.
     """
 
     def __init__(self, folder: Path, keep: int, ranks: Ranks, journal: Path | None = None, executor: Executor | None = None):
         self._folder, self._keep, self._ranks, self._journal, self._executor = folder, keep, ranks, journal, executor
+        # For the thread, where ranks hold parts.
+        self._beside: Ranks | None = None
         self._pending: deque[Future[None]] = deque()
         self._written: deque[int] = deque()
         # The step of the newest checkpoint.
@@ -44,12 +44,11 @@ class Checkpoints:
 
     def restore(self, state: State) -> int:
         """Load the newest intact checkpoint and return its step; 0 if there is none yet."""
-        content = self._ranks.broadcast_bytes(self._ranks.on_rank_zero(self._newest, b""))
-        if not content:
+        facts, tensors = read_everywhere(self._ranks.on_rank_zero(self._newest, None), self._ranks)
+        if not facts:
             return 0
-        facts = facts_of(content)
         step, self.validation_due = int(facts["step"]), "validation_due" in facts
-        state.load(load(content))
+        state.load(tensors)
         self._saved = step
         if self._ranks.on_rank_zero(lambda: self._unannounced(step), False):
             # It was written, and its rank killed before the journal knew.
@@ -62,10 +61,8 @@ class Checkpoints:
             return
         before, self._saved = self._saved, step
         due = {"validation_due": "true"} if validation_due else {}
-        # A barrier too: a rank that raised in a check of its own does not come here, and then nothing of this step is saved.
-        self._ranks.while_others_wait(self._wait_for_all_but_one)
-        copies = self._copied(state.whole())
-        self._ranks.on_rank_zero(lambda: self._save(step, before, copies, due), None)
+        shards = self._copied(state, "")
+        self._begin(self._ranks.on_rank_zero(lambda: self._writing(step, before, shards, due), shards.exchange))
 
     def save_best(self, state: State, step: int, accuracy: float) -> None:
         """Begin to save the model if its validation accuracy is the highest; of equals, the first is kept."""
@@ -73,9 +70,8 @@ class Checkpoints:
         if step != best_step and accuracy <= best:
             return
         self._best = step, accuracy
-        self._ranks.while_others_wait(self._wait_for_all_but_one)
-        copies = self._copied((name.removeprefix(MODEL), value) for name, value in state.whole(MODEL))
-        self._ranks.on_rank_zero(lambda: self._begin(lambda: self._write_best(copies(), step, accuracy)), None)
+        shards = self._copied(state, MODEL)
+        self._begin(self._ranks.on_rank_zero(lambda: lambda: self._write_best(shards, step, accuracy), shards.exchange))
 
     def written(self) -> Iterator[int]:
         """Yield the steps that have been saved since the last call, for the journal; raises what a write raised."""
@@ -87,13 +83,10 @@ class Checkpoints:
     def finish(self) -> None:
         """Wait until all is written."""
         self._ranks.while_others_wait(lambda: self._wait(0))
+        self._wait(0)
 
     def _unannounced(self, step: int) -> bool:
         return self._journal is not None and all(line["step"] != step for line in read(self._journal) if line["kind"] == CHECKPOINT)
-
-    def _wait_for_all_but_one(self) -> None:
-        """A disk may be slower than the training, but no more than two copies are held."""
-        self._wait(1)
 
     def _wait(self, most: int) -> None:
         while len(self._pending) > most:
@@ -113,64 +106,62 @@ class Checkpoints:
 
         self._pending.append(self._executor.submit(in_order))
 
-    def _copied(self, tensors: Iterator[tuple[str, Tensor]]) -> Callable[[], dict[str, Tensor]]:
-        """Copy whole tensors on rank 0; the others take their part in gathering them."""
+    def _copied(self, state: State, prefix: str) -> Shards:
+        """Copy what every rank has."""
+        # A disk may be slower than the training, but no more than two copies are held.
+        # A barrier too: a rank that raised in a check of its own does not come here, and then nothing of this step is saved.
+        self._ranks.while_others_wait(lambda: self._wait(1))
+        self._wait(1)
         self._ranks.heartbeat.computing()
-        copies = self._ranks.on_rank_zero(lambda: copied(tensors), None)
-        if copies is None:
-            for _ in tensors:
-                pass
-            return dict
-        return copies
+        if state.sharded and self._beside is None:
+            self._beside = self._ranks.beside()
+        return Shards(state, prefix, self._beside or self._ranks)
 
-    def _save(self, step: int, before: int, copies: Callable[[], dict[str, Tensor]], due: dict[str, str]) -> None:
+    def _writing(self, step: int, before: int, shards: Shards, due: dict[str, str]) -> Callable[[], None]:
         until = journal_until(self._journal)
         if self._journal is not None and until[0]:
             # A checkpoint must not survive a power cut that what it covers of the journal does not.
             fsync_path(self._journal)
 
         def work() -> None:
-            self._write(step, before, copies(), until, due)
+            self._write(step, before, shards, until, due)
             self._written.append(step)
 
-        self._begin(work)
+        return work
 
-    def _write(self, step: int, before: int, tensors: dict[str, Tensor], until: list[Any], due: dict[str, str]) -> None:
+    def _write(self, step: int, before: int, shards: Shards, until: list[Any], due: dict[str, str]) -> None:
         index = self._index()
-        content = packed(
-            tensors, step=str(step), best=json.dumps(index.get("best")), metrics=str(count_metrics(self._journal, step)), **due
-        )
+        metrics = str(count_metrics(self._journal, step))
+        content = shards.file(step=str(step), best=json.dumps(index.get("best")), metrics=metrics, **due)
         file = f"step-{step:08d}.safetensors"
         atomic_write(self._folder / file, content)
         # Not those that were refused when this run went on: they would push out good ones.
         entries = [entry for entry in index["checkpoints"] if entry["step"] < step and (before < 0 or entry["step"] <= before)]
-        digest = hashlib.sha256(content).hexdigest()
-        entries.append({"step": step, "file": file, "sha256": digest, "journal": until})
+        entries.append({"step": step, "file": file, "sha256": content.sha256, "journal": until})
         self._write_index(index | {"checkpoints": entries[-self._keep :]})
 
-    def _write_best(self, tensors: dict[str, Tensor], step: int, accuracy: float) -> None:
+    def _write_best(self, shards: Shards, step: int, accuracy: float) -> None:
         index = self._index()
         best = index.get("best")
         if best is not None and best["step"] != step and best["accuracy"] >= accuracy:
+            shards.exchange()
             return
-        content = packed(tensors, step=str(step), accuracy=repr(accuracy))
+        content = shards.file(step=str(step), accuracy=repr(accuracy))
         file = f"best-{step:08d}.safetensors"
         atomic_write(self._folder / file, content)
-        self._write_index(
-            index | {"best": {"step": step, "accuracy": accuracy, "file": file, "sha256": hashlib.sha256(content).hexdigest()}}
-        )
+        self._write_index(index | {"best": {"step": step, "accuracy": accuracy, "file": file, "sha256": content.sha256}})
 
-    def _newest(self) -> bytes:
+    def _newest(self) -> Path | None:
         index = self._index()
         if index["checkpoints"] and read_index(self._folder) is None:
             self._write_index(index)
-        for entry, content in usable(self._folder, index, self._journal, log.warning):
+        for entry, path in usable(self._folder, index, self._journal, log.warning):
             if entry is not index["checkpoints"][-1]:
-                log.warning("going on from %s", self._folder / entry["file"])
-            return content
+                log.warning("going on from %s", path)
+            return path
         if index["checkpoints"] or (self._journal is not None and last(self._journal, CHECKPOINT)):
             raise none_left(self._folder, len(index["checkpoints"]))
-        return b""
+        return None
 
     def _index(self) -> dict[str, Any]:
         return read_or_rebuild_index(self._folder)
@@ -198,10 +189,9 @@ def read_or_rebuild_index(folder: Path) -> dict[str, Any]:
 def _index_of(folder: Path, files: list[Path]) -> dict[str, Any]:
     entries: dict[str, list[dict[str, Any]]] = {"step": [], "best": []}
     for file in files:
-        content = file.read_bytes()
-        facts = proven(content)
+        facts = proven(file)
         if facts is not None:
-            entry: dict[str, Any] = {"step": int(facts["step"]), "file": file.name, "sha256": hashlib.sha256(content).hexdigest()}
+            entry: dict[str, Any] = {"step": int(facts["step"]), "file": file.name, "sha256": sha256_of_file(file)}
             known = {name: json.loads(facts[name]) for name in ("accuracy", "best", "metrics") if name in facts}
             entries[file.name.partition("-")[0]].append(entry | known)
     written = [file for file in files if file.name.startswith("step-")]

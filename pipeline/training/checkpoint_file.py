@@ -3,11 +3,29 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable
+from io import FileIO
+from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from pipeline.files import write_all
+
+# As safetensors calls types, in its order.
+TYPES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+# A tensor's type and shape.
+Layout = tuple[torch.dtype, list[int]]
 
 
 def weights_sha256(tensors: dict[str, Tensor]) -> str:
@@ -19,10 +37,18 @@ def sha256_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """The same of tensors that come one by one, in the order of their names."""
     total = hashlib.sha256()
     for name, tensor in tensors:
-        whole = tensor.detach().cpu().contiguous()
-        total.update(f"{name} {whole.dtype} {list(whole.shape)}\n".encode())
-        total.update(whole.view(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b"")
+        total.update(_title(name, tensor))
+        total.update(_bytes(tensor))
     return total.hexdigest()
+
+
+def _title(name: str, tensor: Tensor) -> bytes:
+    return f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    """A tensor's values, row by row."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def copied(tensors: Iterable[tuple[str, Tensor]]) -> Callable[[], dict[str, Tensor]]:
@@ -44,28 +70,62 @@ def copied(tensors: Iterable[tuple[str, Tensor]]) -> Callable[[], dict[str, Tens
     return wait
 
 
-def packed(tensors: dict[str, Tensor], **facts: str) -> bytes:
-    """Return tensors and facts as safetensors, with a digest over both."""
-    plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    # Under one key: safetensors writes several in no fixed order.
-    return save(plain, {"lockstep": json.dumps(facts | {"digest": _proof(plain, facts)})})
+class TensorFile:
+    """Tensors and facts as safetensors, with a digest over both. Tensors come in the order of names, and one at a time is held."""
+
+    def __init__(self, layouts: dict[str, Layout], tensors: Iterable[tuple[str, Tensor]], **facts: str):
+        self._tensors, self._facts, self._layouts, self._begins = tensors, facts, dict[str, dict[str, Any]](), dict[str, int]()
+        end, kinds = 0, list(TYPES)
+        # The largest types first: whoever maps the file into memory finds numbers at multiples of their size.
+        for name, (kind, shape) in sorted(layouts.items(), key=lambda one: (kinds.index(one[1][0]), one[0])):
+            begin, end = end, end + torch.Size(shape).numel() * kind.itemsize
+            self._layouts[name], self._begins[name] = {"dtype": TYPES[kind], "shape": shape, "data_offsets": [begin, end]}, begin
+        self._start = len(self._header("0" * 64))
+        self.size_bytes = self._start + end
+        # Of the whole file, once it is written.
+        self.sha256 = ""
+
+    def write_to(self, file: FileIO) -> None:
+        """Write each tensor to its place as it comes, and then the header, which has their digest."""
+
+        def written() -> Iterable[tuple[str, Tensor]]:
+            for name, tensor in self._tensors:
+                file.seek(self._start + self._begins.pop(name))
+                write_all(file, _bytes(tensor))
+                yield name, tensor
+
+        digest = sha256_of(written())
+        assert not self._begins, f"{min(self._begins)} has not come"
+        file.seek(0)
+        write_all(file, self._header(_proof(digest, self._facts)))
+        file.seek(0)
+        self.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+
+    def _header(self, proof: str) -> bytes:
+        # Under one key: safetensors has several in no fixed order.
+        metadata = {"lockstep": json.dumps(self._facts | {"digest": proof})}
+        content = json.dumps({"__metadata__": metadata} | self._layouts, separators=(",", ":"), ensure_ascii=False).encode()
+        content = content.ljust(-(-len(content) // 8) * 8)
+        return len(content).to_bytes(8, "little") + content
 
 
-def facts_of(content: bytes) -> dict[str, str]:
+def facts_of(path: Path) -> dict[str, str]:
     """Return the facts in a file's header."""
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    return dict(json.loads(header["__metadata__"]["lockstep"]))
+    with safe_open(path, "pt") as file:
+        return dict(json.loads(file.metadata()["lockstep"]))
 
 
-def proven(content: bytes) -> dict[str, str] | None:
+def proven(path: Path) -> dict[str, str] | None:
     """Return the facts if the file is intact, else None."""
     try:
-        facts = facts_of(content)
-        digest = facts.pop("digest")
-        return facts if _proof(load(content), facts) == digest else None
+        facts = facts_of(path)
+        proof = facts.pop("digest")
+        with safe_open(path, "pt") as file:
+            digest = sha256_of((name, file.get_tensor(name)) for name in sorted(file.keys()))
+        return facts if _proof(digest, facts) == proof else None
     except (SafetensorError, ValueError, KeyError, TypeError):
         return None
 
 
-def _proof(tensors: dict[str, Tensor], facts: dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps([weights_sha256(tensors), facts], sort_keys=True).encode()).hexdigest()
+def _proof(digest: str, facts: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps([digest, facts], sort_keys=True).encode()).hexdigest()

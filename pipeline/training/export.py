@@ -4,7 +4,7 @@ import io
 import logging
 
 import torch
-from safetensors.torch import load
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipeline import models
@@ -40,15 +40,15 @@ class Classifier(nn.Module):
 def export(job: Job) -> None:
     """Write the model with its best weights into the run's folder: `model.safetensors` and `model.pt2`."""
     best = read_or_rebuild_index(job.checkpoints).get("best")
-    content = intact(job.checkpoints, best, log.warning) if best else None
-    if content is None:
+    file = intact(job.checkpoints, best, log.warning) if best else None
+    if file is None:
         name = best["file"] if best else "best-*.safetensors"
         raise MachineError(f"{job.checkpoints / name}: is damaged and there is no other; move {job.run} away to train again")
     manifest = store.read_manifest(job.prepared)
     channels, side, _ = manifest.shape
     # In plain memory order: a tensor in another one is stored as a slice of itself.
     model = models.build(job.config.model.name, channels, side, manifest.num_classes)
-    model.load_state_dict(load(content))
+    model.load_state_dict(load_file(file))
     classifier = Classifier(model, manifest).eval()
     example = torch.zeros((EXAMPLE_IMAGES, *manifest.shape), dtype=torch.uint8)
     # "AUTO": the number of images is free where the model allows it.
@@ -57,4 +57,4 @@ def export(job: Job) -> None:
     packed = io.BytesIO()
     torch.export.save(program, packed)
     atomic_write(job.run / "model.pt2", packed.getvalue())
-    atomic_write(job.run / "model.safetensors", content)
+    atomic_write(job.run / "model.safetensors", file.read_bytes())

@@ -135,7 +135,7 @@ def train(job: Job, group: Ranks, journal: Writer, executor: Executor | None = N
     reader.own = strategy.reads
     optimizer = schedule.optimizer(config.train, list(strategy.parameters.values()))
     strategy.follow(optimizer)
-    state = State(model, optimizer, strategy, config.train.ema_decay)
+    state = State(model, optimizer, strategy, group, config.train.ema_decay)
     evaluation = Evaluation(validation, pixels, manifest.num_classes, group, hold, strategy.sharded)
     stop, steps = Stop(group, alarm_seconds(config.dist.grace_seconds)), plan(job, order)
     explain = partial(write_diagnosis, job.run / "diverged.json", task, lanes, group, order.lane)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.heartbeat import Heartbeat
 from pipeline.runs import checkpoints as index
@@ -50,6 +50,9 @@ class OnlyRank:
 
     def broadcast_bytes(self, content: bytes) -> bytes:
         return content
+
+    def broadcast(self, values: Tensor) -> None:
+        pass
 
     def start_logical_or(self, flag: bool) -> Callable[[], bool]:
         return lambda: flag

@@ -54,7 +54,7 @@ def held(group: Any, strategy: str) -> dict[str, list[int]]:
     for step in range(2):
         built.backward(step)
         optimizer.step()
-    return {name: list(value.shape) for name, value in State(model, optimizer, built).whole()}
+    return {name: list(value.shape) for name, value in State(model, optimizer, built, group).whole()}
 
 
 def test_a_frozen_weight_has_no_momentum_on_any_rank(run_ranks) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load
+from safetensors.torch import load_file
 
 from pipeline.job import Job
 from pipeline.tracking.journal import read
@@ -63,11 +63,11 @@ def test_each_does_in_a_training_what_it_is_for(tmp_path: Path, run_ranks) -> No
         if key == "train__ema_decay":
             # The weights are those of a training without it; what is validated and kept as the best is the average.
             assert digest == without
-            best = next(content for name, content in files(one).items() if name.startswith("best-"))
-            tensors = load(files(one)[f"step-{int(facts_of(best)['step']):08d}.safetensors"])
+            best = next(one.checkpoints.glob("best-*"))
+            tensors = load_file(one.checkpoints / f"step-{int(facts_of(best)['step']):08d}.safetensors")
             averages = {name.removeprefix("average."): tensor for name, tensor in tensors.items() if name.startswith("average.")}
             assert averages
-            assert all(tensor.equal(load(best)[name]) for name, tensor in averages.items())
+            assert all(tensor.equal(load_file(best)[name]) for name, tensor in averages.items())
             assert figures(one, "validation/loss") != figures(plain, "validation/loss")
         else:
             assert digest != without

@@ -17,6 +17,7 @@ from pipeline.config import Dist, draw_seed
 from pipeline.hardware.environment import FIXED
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.training.checkpoint_file import weights_sha256
+from pipeline.training.state import State
 from tests.kit.devices import also_on_gpu
 
 BATCH, STEPS = 24, 2
@@ -76,7 +77,8 @@ def with_strategy(
     for step in range(steps):
         totals.append(built.backward(step).over_ranks())
         descend(built.parameters.values())
-    gradients = {f"{name}.grad": built.whole(name, one.grad) for name, one in built.parameters.items() if one.grad is not None}
+    state = State(model, torch.optim.SGD([*built.parameters.values()]), built, group)
+    gradients = {f"{name}.grad": state.whole_of(name, one.grad) for name, one in built.parameters.items() if one.grad is not None}
     # Without the storage that a gradient may be a view of.
     found = {name: value.cpu().clone() for name, value in (gradients | floating(model)).items()}
     return weights_sha256(found), found, totals

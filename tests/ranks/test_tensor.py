@@ -46,7 +46,7 @@ def built(group: Any, name: str, strategy: str) -> tuple[Task, Lanes, State]:
     optimizer = torch.optim.SGD([*strategy.parameters.values()], lr=0.05, momentum=0.9)
     strategy.backward(0)
     optimizer.step()
-    return task, lanes, State(model, optimizer, strategy)
+    return task, lanes, State(model, optimizer, strategy, group)
 
 
 def trained(group: Any, name: str, strategy: str) -> tuple[dict[str, torch.Tensor], int, list[list[float]]]:
@@ -87,12 +87,12 @@ def passed_on(group: Any, name: str) -> bool:
     _, _, rows = built(group, name, "tensor")
     whole = {key: value.clone() for key, value in rows.whole()}
     _, _, replicas = built(group, name, "ddp")
-    replicas.load(whole)
+    replicas.load(whole.items())
     after = dict(replicas.whole())
     with torch.no_grad():
         for _, _, part in rows.parts():
             part.zero_()
-    rows.load(after)
+    rows.load(after.items())
     return all(torch.equal(value, whole[key]) and torch.equal(after[key], whole[key]) for key, value in rows.whole())
 
 

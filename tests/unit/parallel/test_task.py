@@ -157,4 +157,5 @@ def test_a_strategy_that_holds_the_whole_model_shares_nothing_out() -> None:
     whole = Replicated(model)
     assert not whole.sharded
     assert whole.parameters == dict(model.named_parameters())
-    assert whole.part("weight", model.weight) is whole.whole("weight", model.weight) is model.weight
+    assert whole.part("weight", model.weight) is model.weight
+    assert whole.shapes == {"weight": model.weight.shape, "bias": model.bias.shape}

@@ -108,7 +108,7 @@ def test_a_training_goes_on_from_every_state_that_a_power_cut_can_leave(keep: in
 
 def index_before_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mistake of naming a checkpoint before it is there."""
-    held: list[tuple[Path, bytes]] = []
+    held: list[tuple[Path, Any]] = []
 
     def write_index(path: Path, values: dict[str, Any]) -> None:
         write_checksummed_json(path, values)

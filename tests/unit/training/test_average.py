@@ -39,7 +39,7 @@ def test_it_goes_on_from_a_checkpoint() -> None:
     state, other = (State(*parts(), ema_decay=0.9) for _ in range(2))
     descend(state.model, state.optimizer, range(3))
     state.average.update(1)
-    other.load({name: value.clone() for name, value in state.whole()})
+    other.load((name, value.clone()) for name, value in state.whole())
     for mine, theirs in zip(state.average.parts.values(), other.average.parts.values(), strict=True):
         assert torch.equal(mine, theirs)
 

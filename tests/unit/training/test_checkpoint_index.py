@@ -14,9 +14,9 @@ from pipeline.config import MachineError
 from pipeline.files import write_checksummed_json
 from pipeline.runs.checkpoints import INDEX, read_index
 from pipeline.training.checkpoint import Checkpoints, read_or_rebuild_index
-from pipeline.training.checkpoint_file import packed, proven, weights_sha256
+from pipeline.training.checkpoint_file import proven, weights_sha256
 from pipeline.training.state import State
-from tests.unit.training.test_checkpoint import SingleNode, parts
+from tests.unit.training.test_checkpoint import SingleNode, packed, parts
 
 
 def sha256(content: bytes) -> str:
@@ -32,7 +32,7 @@ def best_of(folder: Path, *told: tuple[int, float]) -> tuple[int, float]:
     assert list(folder.glob("best-*")) == [folder / best["file"]]
     assert best["sha256"] == sha256((folder / best["file"]).read_bytes())
     assert weights_sha256(load_file(folder / best["file"])) == weights_sha256(model.state_dict())
-    assert proven((folder / best["file"]).read_bytes()) == {"step": str(best["step"]), "accuracy": repr(best["accuracy"])}
+    assert proven(folder / best["file"]) == {"step": str(best["step"]), "accuracy": repr(best["accuracy"])}
     return best["step"], best["accuracy"]
 
 

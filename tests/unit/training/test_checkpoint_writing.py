@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from pipeline.ranks import Ranks
 from pipeline.runs.checkpoints import read_index
 from pipeline.tracking.journal import Journal
-from pipeline.training import checkpoint
+from pipeline.training import checkpoint, shards
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.checkpoint_file import weights_sha256
 from pipeline.training.state import State
@@ -27,7 +27,7 @@ class SlowDisk:
         self._may = threading.Semaphore(0)
         write = checkpoint.atomic_write
 
-        def slowly(path: Path, content: bytes) -> None:
+        def slowly(path: Path, content: Any) -> None:
             self.begun.append(path.name)
             assert self._may.acquire(timeout=30)
             write(path, content)
@@ -52,7 +52,7 @@ def disk(monkeypatch: pytest.MonkeyPatch, executor: Executor) -> Iterator[SlowDi
     one.write(100)
 
 
-def broken(path: Path, content: bytes) -> None:
+def broken(path: Path, content: Any) -> None:
     raise OSError(28, "No space left on device", str(path))
 
 
@@ -116,7 +116,7 @@ def test_nothing_is_written_after_a_write_that_failed(tmp_path: Path, monkeypatc
     """Else a step would be kept that does not know its best model, and nobody would validate it again."""
     write, tries = checkpoint.atomic_write, iter([OSError(5, "Input/output error", "best"), None, None])
 
-    def once_broken(path: Path, content: bytes) -> None:
+    def once_broken(path: Path, content: Any) -> None:
         if error := next(tries):
             raise error
         write(path, content)
@@ -176,7 +176,7 @@ def test_copies_are_work_and_not_a_wait_for_peers(tmp_path: Path, monkeypatch: p
     phases: list[str] = []
     heartbeat = SingleNode.heartbeat
     monkeypatch.setattr(heartbeat, "computing", lambda: phases.append("computing"))
-    monkeypatch.setattr(checkpoint, "copied", lambda tensors: phases.append("copied") or (lambda: dict(tensors)))
+    monkeypatch.setattr(shards, "copied", lambda tensors: phases.append("copied") or (lambda: dict(tensors)))
     checkpoints = beside(tmp_path, executor)
     checkpoints.save(1, State(*parts()))
     checkpoints.finish()

@@ -21,7 +21,7 @@ def test_a_state_that_is_taken_is_equal_and_shares_no_memory() -> None:
     state, other = State(*parts()), State(*parts())
     descend(state.model, state.optimizer, range(3))
     tensors = {name: value.clone() for name, value in state.whole()}
-    other.load(tensors)
+    other.load(tensors.items())
     assert all(torch.equal(value, tensors[name]) for name, value in other.whole())
     descend(other.model, other.optimizer, range(3, 4))
     assert all(torch.equal(value, tensors[name]) for name, value in state.whole())
@@ -32,6 +32,6 @@ def test_a_state_of_another_model_is_refused() -> None:
     tensors = dict(state.whole())
     del tensors["model.3.bias"]
     with pytest.raises(RuntimeError, match=r"of another model: 3\.bias is not in both"):
-        state.load(tensors)
+        state.load(tensors.items())
     with pytest.raises(RuntimeError, match=r"of another model: 3\.bias has the shape \[1\] there"):
-        state.load(tensors | {"model.3.bias": torch.zeros(1)})
+        state.load((tensors | {"model.3.bias": torch.zeros(1)}).items())
