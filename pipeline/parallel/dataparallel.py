@@ -69,7 +69,8 @@ class DataParallel(Replicated):
             model = copy.deepcopy(task.model).to(device)
             own: list[Tensor] = [one for one in model.parameters() if one.requires_grad]
             self._copies.append(Copy(FlatTask(replace(task, model=model), lanes.global_batch, own), device, cut.of(index)))
-        self._threads = ThreadPoolExecutor(len(devices))
+        # A new thread would compute a matrix product on all cores, and round differently (torch 2.14, oneDNN).
+        self._threads = ThreadPoolExecutor(len(devices), initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
         # One at a time.
         self._reading, self._computing = Lock(), Lock()
 

@@ -1,6 +1,8 @@
 """One process with several devices; here all of them are its CPU."""
 
+import ctypes
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,3 +44,22 @@ def test_lanes_are_shared_out_over_gpus_equally_or_as_asked() -> None:
 def test_several_devices_have_the_bits_of_one(name: str, bf16: bool, shares: list[int], thread_ranks: Callable[..., list[Any]]) -> None:
     expected, _, totals = one_process(name, sum(shares), bf16)
     assert thread_ranks(1, on_devices, name, bf16, shares) == [(expected, totals)]
+
+
+def threads_of_openmp() -> int:
+    """How many threads a kernel takes that asks OpenMP itself, as oneDNN's do."""
+    library = next(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line)
+    return int(ctypes.CDLL(library).omp_get_max_threads())
+
+
+def test_a_device_computes_on_as_many_threads_as_the_process(alone: Ranks) -> None:
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            model = make_model("mlp", CPU)
+            task = Task(model, batch_of(2, CPU), 3, 0.1, autocast(False, CPU))
+            built = DataParallel(task, Lanes([2], 0, BATCH), alone, [CPU, CPU], [1, 1])
+            assert built._threads.submit(threads_of_openmp).result() == count
+    finally:
+        torch.set_num_threads(before)
