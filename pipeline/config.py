@@ -97,6 +97,8 @@ class Dist(Section):
     reduction: Literal["ordered", "native"] = "ordered"
     lanes: int | None = Field(default=4, ge=1)
     lanes_per_rank: Annotated[Annotated[list[int], Tag(LIST)] | Annotated[Literal["auto"], Tag(WORD)], LIST_OR_WORD] | None = None
+    sync_batchnorm: bool = False
+    find_unused_parameters: bool = False
     threads_per_rank: int = Field(default=1, ge=1)
     timeout_seconds: int = Field(default=300, ge=5)
     grace_seconds: int = Field(default=60, ge=1)
@@ -203,6 +205,8 @@ class Config(Section):
             dist |= self.dist.model_dump(include={"world_size", "nodes", "accumulation"}) | {"backend": backend}
             if self.dist.replicas > 1:
                 dist["replicas"] = self.dist.replicas
+            if self.dist.sync_batchnorm:
+                dist["sync_batchnorm"] = True
             if self.dist.strategy == "allreduce":
                 dist["algorithm"] = self.dist.algorithm or "ring"
         return {

@@ -90,6 +90,12 @@ def problems(settings: "Dist") -> Iterator[str]:
     if name == "fsdp" and len(set(settings.pieces_per_rank)) > 1:
         why = f"lanes_per_rank: {own}" if own else f"lanes: {settings.lanes} on {settings.world_size} ranks"
         yield f"{why}: fsdp computes in step, so every rank owns as many; set another number, or strategy: ddp"
+    if settings.sync_batchnorm and settings.reduction == "ordered":
+        yield "sync_batchnorm: under reduction: ordered a lane has statistics of its own; set reduction: native and lanes: null, or false"
+    if settings.sync_batchnorm and name not in ("ddp", "allreduce", "fsdp"):
+        yield f"sync_batchnorm: {name} does not bring the ranks' micro-batches together in a layer; set ddp, allreduce or fsdp"
+    if settings.find_unused_parameters and name == "fsdp":
+        yield "find_unused_parameters: fsdp waits for the gradients of a whole block; set ddp, or false"
     if name == "pipeline" and own is not None:
         yield "lanes_per_rank: all lanes go through every rank of a pipeline; set lanes_per_rank: null"
     if name == "tensor" and settings.reduction == "ordered":
@@ -105,5 +111,7 @@ def build(task: "Task", lanes: "Lanes", ranks: "Ranks", settings: "Dist") -> Str
     names = {name for name, _ in task.model.named_parameters(remove_duplicate=False)}
     if settings.strategy in IN_PARTS and (tied := names - {name for name, _ in task.model.named_parameters()}):
         raise ConfigError(f"dist.strategy: {settings.strategy}: {min(tied)} is the same weight as another, which is held whole; set ddp")
+    if settings.sync_batchnorm and ranks.size > 1:
+        importlib.import_module("pipeline.parallel.sync_batchnorm").synchronize(task.model, ranks)
     strategy: Strategy = importlib.import_module(CATALOGUE[settings.strategy]).build(task, lanes, ranks, settings)
     return strategy

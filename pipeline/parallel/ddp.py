@@ -1,12 +1,15 @@
 """DistributedDataParallel: every rank holds the whole model and takes its lanes of the global batch."""
 
+from collections.abc import Iterable
 from contextlib import nullcontext
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.config import Dist
+from pipeline.config import ConfigError, Dist
 from pipeline.parallel.lane_buffers import LaneBuffers
 from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, scaled
 from pipeline.parallel.ordered import LaneGradients
@@ -15,19 +18,20 @@ from pipeline.ranks import Ranks
 
 def build(task: Task, lanes: Lanes, ranks: Ranks, settings: Dist) -> "Ddp":
     """DDP under the ordered reduction, or under the backend's own all-reduce."""
-    return Ddp(task, lanes, ranks, settings.reduction == "ordered")
+    return Ddp(task, lanes, ranks, settings.reduction == "ordered", settings.find_unused_parameters)
 
 
 class Ddp(Replicated):
     """One lane after another; only the last one's backward meets the other ranks."""
 
-    def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, ordered: bool):
+    def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, ordered: bool, find_unused: bool = False):
         super().__init__(task.model)
         self._task, self._lanes, self._ranks, self.reads = task, lanes, ranks, lanes.own
         # Buffers are not broadcast: every lane starts from the same ones, and their mean is taken below.
         self._ddp = DistributedDataParallel(task.model, forward_sync_buffers=False, gradient_as_bucket_view=True)
-        self._buffers = LaneBuffers(task.model, lanes)
-        self._gradients = LaneGradients(lanes, ranks, [one for one in task.model.parameters() if one.requires_grad]) if ordered else None
+        self._buffers, self._find_unused = LaneBuffers(task.model, lanes), find_unused
+        self._wanted = {name: one for name, one in task.model.named_parameters() if one.requires_grad}
+        self._gradients = LaneGradients(lanes, ranks, list(self._wanted.values())) if ordered else None
         if self._gradients is not None:
             self._ddp.register_comm_hook(None, self._gradients.hook)
         # DDP's own reduction is a mean over ranks, ours a sum over lanes.
@@ -50,13 +54,36 @@ class Ddp(Replicated):
                 self._buffers.after_lane(lane)
                 if last and self._gradients is None:
                     loss.register_hook(self._waits_after_backward)
-                scaled(loss, self._scale).backward()  # pyright: ignore[reportUnknownMemberType]
+                loss = scaled(loss, self._scale)
+                (with_all(loss, self._wanted.values()) if self._find_unused else loss).backward()  # pyright: ignore
+            self._check()
             rows.append(row)
             if self._gradients is not None and not last:
                 self._gradients.keep(lane)
         self._buffers.finish()
         return Totals(rows, self._lanes, self._ranks)
 
+    def _check(self) -> None:
+        """ConfigError if a parameter has no gradient: DDP would wait for it in vain."""
+        for name, parameter in self._wanted.items():
+            if parameter.grad is None:
+                raise ConfigError(f"model: {name} took no part in the loss; set dist.find_unused_parameters: true, or remove it")
+
     def _waits_after_backward(self, _: Tensor) -> None:
         """Tell that the own part is done, before DDP waits for the others: it queues that later, at the last bucket."""
         Variable._execution_engine.queue_callback(self._ranks.heartbeat.waiting)  # pyright: ignore
+
+
+def with_all(loss: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+    """The same loss, of which those parameters are a part too, with gradients of zeros, that were not."""
+    found, nodes = set[Any](), [loss.grad_fn]
+    taking_part: set[Tensor] = set()
+    while nodes:
+        node: Any = nodes.pop()
+        if hasattr(node, "variable"):
+            taking_part.add(node.variable)
+        further = [one for one, _ in node.next_functions if one is not None and one not in found]
+        found.update(further)
+        nodes += further
+    nothing = [one.unsqueeze(0)[:0].sum() for one in parameters if one not in taking_part]
+    return loss + torch.stack(nothing).sum() if nothing else loss

@@ -110,6 +110,8 @@ class Fsdp:
             one.finish()
         for name, parameter in self.parameters.items():
             gradient = self._shared[name].grad
+            if gradient is None and parameter.requires_grad:
+                raise unused(name)
             parameter.grad = None if gradient is None else gradient.to_local()
         self._buffers.finish()
         return Totals(rows, self._lanes, self._ranks)
@@ -126,6 +128,12 @@ class Fsdp:
     def counts(self, name: str) -> bool:
         """The first copy's ranks."""
         return self._ranks.rank < self._shares
+
+
+def unused(name: str) -> ConfigError:
+    """The error for what has no gradient: FSDP brings those of a whole block together."""
+    what = "took no part in a lane's loss"
+    return ConfigError(f"model: {name} {what}; set dist.strategy: ddp and find_unused_parameters: true, or remove it")
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -214,7 +222,8 @@ class OrderedReduceScatter(Scatter):
 
     def finish(self) -> None:
         """A step ends: a block is part of all lanes or of none."""
-        assert self._seen in ([], list(self._own)), "a block without a gradient in some of the lanes"
+        if self._seen not in ([], list(self._own)):
+            raise unused("a block")
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
         """Take the gradients of a lane, cut for all ranks; the output holds something after the last one."""
@@ -222,6 +231,8 @@ class OrderedReduceScatter(Scatter):
         if input_tensor.is_cuda:
             # It is kept here longer than FSDP keeps it, and read on this stream.
             input_tensor.record_stream(torch.cuda.current_stream(input_tensor.device))
+        if self._stack and self._stack[-1][2].shape != input_tensor.shape:
+            raise unused("a parameter")
         push(self._stack, (self.lane, 1, input_tensor), add)
         if self.lane != self._own[-1]:
             return

@@ -137,7 +137,7 @@ class Pipeline(Replicated):
         gradient = None if self._is_last else self._back.receive(self._ranks.rank + 1)
         self._ranks.heartbeat.computing()
         wanted = self._own if self._is_first else [entering, *self._own]
-        found = list(torch.autograd.grad(leaving, wanted, gradient)) if wanted else []
+        found = list(torch.autograd.grad(leaving, wanted, gradient, materialize_grads=True)) if wanted else []
         if not self._is_first:
             self._back.send(found.pop(0), self._ranks.rank - 1)
         return flat(found, self._own) if self._own else torch.empty(0)

@@ -31,7 +31,7 @@ class FlatTask:
     def gradient(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The same of images that are at hand."""
         loss, row = self.task.loss(self.task.model, images, labels)
-        gradients = torch.autograd.grad(scaled(loss, 1 / self.global_batch), self.parameters)
+        gradients = torch.autograd.grad(scaled(loss, 1 / self.global_batch), self.parameters, materialize_grads=True)
         return row, flat(list(gradients), self.parameters)
 
     def views(self, values: Tensor) -> list[Tensor]:

@@ -76,6 +76,10 @@ class TensorParallel(Replicated):
             self._buffers.after_lane(lane)
             scaled(loss, 1 / self._lanes.global_batch).backward()  # pyright: ignore[reportUnknownMemberType]
             rows.append(row)
+        for parameter in self.parameters.values():
+            if parameter.grad is None and parameter.requires_grad:
+                # It took no part.
+                parameter.grad = torch.zeros_like(parameter)
         self._buffers.finish()
         return Totals(self._ranks.on_rank_zero(lambda: rows, []), self._totals, self._ranks)
 

@@ -73,8 +73,13 @@ def copied(tensors: Iterable[tuple[str, Tensor]]) -> Callable[[], dict[str, Tens
 class TensorFile:
     """Tensors and facts as safetensors, with a digest over both. Tensors come in the order of names, and one at a time is held."""
 
+    # Of the whole file, once it is written.
+    sha256: str
+
     def __init__(self, layouts: dict[str, Layout], tensors: Iterable[tuple[str, Tensor]], **facts: str):
-        self._tensors, self._facts, self._layouts, self._begins = tensors, facts, dict[str, dict[str, Any]](), dict[str, int]()
+        self._tensors, self._facts = tensors, facts
+        self._layouts: dict[str, Any] = {}
+        self._begins: dict[str, int] = {}
         end, kinds = 0, list(TYPES)
         # The largest types first: whoever maps the file into memory finds numbers at multiples of their size.
         for name, (kind, shape) in sorted(layouts.items(), key=lambda one: (kinds.index(one[1][0]), one[0])):
@@ -82,8 +87,6 @@ class TensorFile:
             self._layouts[name], self._begins[name] = {"dtype": TYPES[kind], "shape": shape, "data_offsets": [begin, end]}, begin
         self._start = len(self._header("0" * 64))
         self.size_bytes = self._start + end
-        # Of the whole file, once it is written.
-        self.sha256 = ""
 
     def write_to(self, file: FileIO) -> None:
         """Write each tensor to its place as it comes, and then the header, which has their digest."""
