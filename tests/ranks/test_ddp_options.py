@@ -135,7 +135,7 @@ def curve(group: Any, strategy: str, accumulation: int, sync: bool) -> tuple[lis
     """Losses of some steps, weights and statistics under native."""
     # One whose average is of all steps, one without weights, and one as usual.
     first, last = nn.BatchNorm2d(1, momentum=None), nn.BatchNorm1d(10, affine=False)
-    model = nn.Sequential(first, make_model("lenet", CPU), last, nn.BatchNorm1d(10)).double()
+    model = nn.Sequential(first, make_model("lenet", CPU), last, nn.Sigmoid(), nn.BatchNorm1d(10)).double()
     lanes = Lanes([accumulation] * group.size, group.rank, BATCH)
     task = Task(model, batch_of(lanes.count, CPU, torch.float64), 3, 0.1, nullcontext)
     settings = Dist.model_construct(strategy=strategy, reduction="native", sync_batchnorm=sync)
