@@ -4,6 +4,7 @@ import difflib
 import hashlib
 import json
 import math
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -88,6 +89,7 @@ class Dist(Section):
     world_size: int = Field(default=2, ge=1)
     nodes: int = Field(default=1, ge=1)
     backend: Literal["auto", "nccl", "gloo"] = "auto"
+    init_method: str = "env://"
     batch_size_per_gpu: int | None = Field(default=128, ge=1)
     global_batch: int | None = Field(default=None, ge=1)
     accumulation: int = Field(default=1, ge=1)
@@ -128,6 +130,8 @@ class Dist(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_batch()
+        if not re.fullmatch(r"env://|tcp://[^/]+:\d{1,5}|file:///.+", self.init_method):
+            raise ValueError(f"init_method: {self.init_method!r}: write env://, tcp://HOST:PORT or file:///PATH")
         if self.world_size % self.nodes:
             raise ValueError(f"nodes: {self.nodes} does not divide world_size ({self.world_size})")
         if self.reduction == "native":

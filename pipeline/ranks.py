@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pipeline.config import MachineError
 from pipeline.heartbeat import COMPUTING, Heartbeat
-from pipeline.timeouts import GATHERING_SECONDS
+from pipeline.timeouts import CONNECT_SECONDS, GATHERING_SECONDS
 
 T = TypeVar("T")
 
@@ -134,7 +134,7 @@ class Rendezvous:
     beside_rank_zero: bool = True
 
 
-def rendezvous(world_size: int, timeout_seconds: float) -> Rendezvous:
+def rendezvous(world_size: int, timeout_seconds: float, init_method: str = "env://") -> Rendezvous:
     """Read torchrun's rank and renumber, so that rank 0 runs on the leader's machine: only that one has the run's files.
 
     Our agent opens a new store for every attempt. A plain torchrun keeps one (torch 2.14), in which a rank of the second attempt would
@@ -151,15 +151,41 @@ def rendezvous(world_size: int, timeout_seconds: float) -> Rendezvous:
         raise MachineError(
             "a plain torchrun starts lost ranks again on one machine only; on several use lead and join, see docs/several-machines.md"
         )
-    host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_seconds)
-    store = dist.TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=timeout)  # pyright: ignore[reportPrivateImportUsage]
-    store = PrefixStore(os.environ["TORCHELASTIC_RUN_ID"] + attempt, store)
     leads = os.environ.get("LOCKSTEP_LEADS", str(int(os.environ["GROUP_RANK"] == "0"))) == "1"
-    if leads and os.environ["LOCAL_RANK"] == "0":
+    first = leads and os.environ["LOCAL_RANK"] == "0"
+    store = open_store(init_method, rank == 0, first, timedelta(seconds=timeout_seconds))
+    store = PrefixStore(os.environ["TORCHELASTIC_RUN_ID"] + attempt, store)
+    if first:
         store.set("first", str(rank))
     rank = (rank - int(store.get("first"))) % size
     heartbeat.set_rank(rank)
     return Rendezvous(store, rank, size, heartbeat, leads)
+
+
+def open_store(init_method: str, at_address: bool, on_leader: bool, timeout: timedelta) -> Store:
+    """Open the store of one attempt, on the rank that hosts it first; a fixed address is the leader's."""
+    # Torchrun's port is another one in every attempt, on all machines alike; the attempt's number is not.
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    kind, _, place = init_method.partition("://")
+    attempt = f"{port} {os.environ['TORCHELASTIC_RESTART_COUNT'] if os.environ['GROUP_WORLD_SIZE'] == '1' else ''}"
+    if kind == "file":
+        if not Path(place).parent.is_dir():
+            raise MachineError(f"dist.init_method: {Path(place).parent} is no folder of this machine; name one that all machines share")
+        # It stays, with keys of other attempts and runs.
+        return PrefixStore(attempt, dist.FileStore(place, -1))  # pyright: ignore[reportPrivateImportUsage]
+    if kind == "tcp":
+        address, _, port = place.rpartition(":")
+        at_address = on_leader
+    soon = timeout if kind == "env" else min(timeout, timedelta(seconds=CONNECT_SECONDS))
+    try:
+        store = dist.TCPStore(address, int(port), is_master=at_address, wait_for_workers=False, timeout=soon)  # pyright: ignore
+    except dist.DistError as error:
+        if kind == "env":
+            raise
+        why = str(error).splitlines()[0]
+        raise MachineError(f"dist.init_method: {init_method}: {why}; name a free port of the leader, which this machine reaches") from None
+    store.set_timeout(timeout)
+    return PrefixStore(attempt, store) if kind == "tcp" else store
 
 
 def init_group(device_type: str, backend: str, info: Rendezvous, timeout_seconds: float) -> Ranks:

@@ -12,6 +12,9 @@ START_SECONDS = 120
 # How long ranks wait, beside the training, for rank 0 to take their shards of a checkpoint: its disk may be slow.
 GATHERING_SECONDS = 24 * 3600
 
+# How long ranks try to reach a store whose address a user has given; before the watchdog calls them hung.
+CONNECT_SECONDS = 60
+
 # How long the agent waits for the fork server, which may be importing torch from a slow disk, before it executes a rank instead.
 FORK_SECONDS = 60
 

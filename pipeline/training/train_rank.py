@@ -86,7 +86,8 @@ def joined(job: Job) -> Generator[Ranks]:
     """Make numerics deterministic and enter the process group; leave it at the end."""
     fix_bits(job.config.dist.threads_per_rank)
     timeout_seconds = collective_seconds(job.config.dist.timeout_seconds)
-    group = ranks.init_group(job.device, job.backend, ranks.rendezvous(job.config.dist.world_size, timeout_seconds), timeout_seconds)
+    info = ranks.rendezvous(job.config.dist.world_size, timeout_seconds, job.config.dist.init_method)
+    group = ranks.init_group(job.device, job.backend, info, timeout_seconds)
     yield group
     # Not after an error: the barrier would wait for a peer that waits for this rank in a collective.
     ranks.shutdown_group(group)
@@ -158,13 +159,8 @@ def train(job: Job, group: Ranks, journal: Writer, executor: Executor | None = N
 def cut(job: Job, model: nn.Module, reader: Batches, group: Ranks, journal: Writer) -> tuple[Task, Lanes]:
     """Return what is computed in a lane, and who owns which lanes."""
     config, dtype = job.config, schedule.autocast_dtype(job.precision)
-    task = Task(
-        model,
-        reader.lane,
-        config.seed,
-        config.train.label_smoothing,
-        lambda: torch.autocast(group.device.type, dtype, enabled=dtype is not None),
-    )
+    autocast = partial(torch.autocast, group.device.type, dtype, enabled=dtype is not None)
+    task = Task(model, reader.lane, config.seed, config.train.label_smoothing, autocast)
     lanes = Lanes(config.dist.pieces_per_rank, group.rank, config.dist.images_per_step)
     if config.dist.lanes_per_rank == "auto":
         lanes = by_speed(lanes, task, group)

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.kit.compose import free_port
 from tests.kit.experiment import ROOT
 from tests.kit.leading import LONG, Job, digest, end, experiment_in, ranks_below
 
@@ -43,7 +44,8 @@ def test_two_machines_with_files_of_their_own_end_in_the_bits_of_one(tmp_path: P
 
 @pytest.mark.slow
 def test_a_spare_worker_takes_the_place_of_a_killed_one_and_no_bit_changes(tmp_path: Path, reference: str) -> None:
-    job = Job(tmp_path, workers=2, **LONG | {"dist__world_size": 3, "dist__batch_size_per_gpu": 64, "dist__lanes_per_rank": [1, 2, 1]})
+    placed = {"dist__world_size": 3, "dist__batch_size_per_gpu": 64, "dist__lanes_per_rank": [1, 2, 1]}
+    job = Job(tmp_path, workers=2, **LONG | placed | {"dist__init_method": f"tcp://127.0.0.1:{free_port()}"})
     workers, leader = [job.join(), job.join(), job.join()], job.lead()
     job.wait_for_steps(20)
     # All start again, and the spare does not take the leader's place.
@@ -63,7 +65,7 @@ def test_a_spare_worker_takes_the_place_of_a_killed_one_and_no_bit_changes(tmp_p
 
 @pytest.mark.slow
 def test_a_killed_rank_of_a_worker_is_named_and_its_job_starts_again(tmp_path: Path, reference: str) -> None:
-    job = Job(tmp_path, **LONG)
+    job = Job(tmp_path, **LONG | {"dist__init_method": f"file://{tmp_path}/meeting"})
     worker, leader = job.join(), job.lead()
     job.wait_for_steps(30)
     (rank,) = ranks_below(worker)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from tests.kit.compose import free_port
 from tests.kit.experiment import LONGER, ROOT, Experiment, clean_environment
 from tests.kit.trainings import mlflow_runs, ranks_of, same_figures, status, wait_for_step
 from tests.kit.waiting import until
@@ -45,7 +46,8 @@ def fresh_ranks(process: subprocess.Popen[str], old: list[psutil.Process], count
 def test_the_peers_of_a_killed_rank_stop_within_ten_seconds_and_all_start_again(
     baseline: Experiment, experiment: Experiment, record_property: Note
 ) -> None:
-    experiment.set(**LONGER).run("prepare")
+    # Every attempt meets at this port.
+    experiment.set(**LONGER, dist__init_method=f"tcp://127.0.0.1:{free_port()}").run("prepare")
     process = experiment.start("train")
     took = []
     old: list[psutil.Process] = []
@@ -70,7 +72,8 @@ def test_the_peers_of_a_killed_rank_stop_within_ten_seconds_and_all_start_again(
 @pytest.mark.timeout(900)
 @pytest.mark.fault(28, "ten SIGKILLs of ranks in one run, three of them while it resumed, at an epoch's end and at the last step")
 def test_ten_kills_cost_no_bit_and_no_epoch(baseline: Experiment, experiment: Experiment, record_property: Note) -> None:
-    experiment.set(**LONGER).run("prepare")
+    # Every attempt finds the keys of those before it there.
+    experiment.set(**LONGER, dist__init_method=f"file://{experiment.folder}/meeting").run("prepare")
     process = experiment.start("train")
     old: list[psutil.Process] = []
     # None: as soon as the ranks of the next attempt are there.

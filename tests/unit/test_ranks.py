@@ -1,8 +1,10 @@
 """What the process group does beside the gradients."""
 
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +63,36 @@ def test_a_plain_torchrun_on_several_machines_does_not_wait_for_ranks_that_it_ca
     monkeypatch.setattr(ranks, "Heartbeat", lambda folder: Heartbeat(None))
     with pytest.raises(MachineError, match="on one machine only; on several use lead and join"):
         ranks.rendezvous(2, 60)
+
+
+@pytest.fixture
+def attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "2", "GROUP_WORLD_SIZE": "1"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ranks, "CONNECT_SECONDS", 1)
+
+
+@pytest.mark.usefixtures("attempt")
+def test_an_address_that_cannot_be_used_is_said_in_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(MachineError, match=rf"^dist\.init_method: {taken}: .*address already in use; name a free port of the leader"):
+            ranks.open_store(taken, False, True, timedelta(seconds=60))
+    with pytest.raises(MachineError, match=rf"^dist\.init_method: {taken}: .*timed out after 1000ms.*; name a free port of the leader"):
+        ranks.open_store(taken, True, False, timedelta(seconds=60))
+    with pytest.raises(MachineError, match=rf"^dist\.init_method: {tmp_path}/none is no folder of this machine; name one that all"):
+        ranks.open_store(f"file://{tmp_path}/none/meeting", True, True, timedelta(seconds=60))
+
+
+@pytest.mark.usefixtures("attempt")
+def test_an_attempt_finds_no_key_of_another_one_in_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in (("TORCHELASTIC_RESTART_COUNT", "3"), ("MASTER_PORT", "4")):
+        ranks.open_store(f"file://{tmp_path}/meeting", False, True, timedelta(seconds=1)).set("first", "0")
+        monkeypatch.setenv(variable, value)
+        assert not ranks.open_store(f"file://{tmp_path}/meeting", False, True, timedelta(seconds=1)).check(["first"])
+    # Agents of several machines count attempts each for itself.
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    ranks.open_store(f"file://{tmp_path}/meeting", False, True, timedelta(seconds=1)).set("first", "0")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "5")
+    assert ranks.open_store(f"file://{tmp_path}/meeting", False, False, timedelta(seconds=1)).check(["first"])
