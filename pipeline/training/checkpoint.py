@@ -82,11 +82,15 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait until all is written."""
-        self._ranks.while_others_wait(lambda: self._wait(0))
-        self._wait(0)
+        self._wait_everywhere(0)
 
     def _unannounced(self, step: int) -> bool:
         return self._journal is not None and all(line["step"] != step for line in read(self._journal) if line["kind"] == CHECKPOINT)
+
+    def _wait_everywhere(self, most: int) -> None:
+        self._ranks.while_others_wait(lambda: self._wait(most))
+        # Rank 0 has taken what the others gave.
+        self._wait(most)
 
     def _wait(self, most: int) -> None:
         while len(self._pending) > most:
@@ -110,8 +114,7 @@ class Checkpoints:
         """Copy what every rank has."""
         # A disk may be slower than the training, but no more than two copies are held.
         # A barrier too: a rank that raised in a check of its own does not come here, and then nothing of this step is saved.
-        self._ranks.while_others_wait(lambda: self._wait(1))
-        self._wait(1)
+        self._wait_everywhere(1)
         self._ranks.heartbeat.computing()
         if state.sharded and self._beside is None:
             self._beside = self._ranks.beside()
