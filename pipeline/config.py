@@ -90,6 +90,7 @@ class Dist(Section):
     nodes: int = Field(default=1, ge=1)
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     init_method: str = "env://"
+    start_method: Literal["forkserver", "spawn"] = "forkserver"
     batch_size_per_gpu: int | None = Field(default=128, ge=1)
     global_batch: int | None = Field(default=None, ge=1)
     accumulation: int = Field(default=1, ge=1)

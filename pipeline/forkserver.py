@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import signal
@@ -14,7 +15,10 @@ import socket
 import subprocess
 import sys
 import time
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import TracebackType
 
 import psutil
 
@@ -90,6 +94,69 @@ class Forked:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout)
             time.sleep(0.01)
         return code
+
+
+class SpawnServer:
+    """Spawns processes that run a module, as torch.multiprocessing does: nothing is shared, and each imports everything itself."""
+
+    def __init__(self) -> None:
+        resource_tracker.ensure_running()
+        # Of the one process that multiprocessing keeps beside those that it spawns.
+        self.pid: int = resource_tracker._resource_tracker._pid  # pyright: ignore
+
+    def start(self, words: list[str], environment: dict[str, str], stdout: int, stderr: int) -> "Spawned | None":
+        """Start `python -u -m MODULE ...` as a child of this process; None where that must be executed instead."""
+        if words[:3] != RUN_MODULE:
+            return None
+        outputs = [str(Path(f"/proc/self/fd/{one}").readlink()) for one in (stdout, stderr)]
+        process = multiprocessing.get_context("spawn").Process(target=_run_spawned, args=(words, environment, outputs))
+        process.start()
+        return Spawned(process)
+
+
+class Spawned:
+    """A child that multiprocessing has started, with what torchrun uses of subprocess.Popen."""
+
+    def __init__(self, process: BaseProcess):
+        self._process, self.pid = process, process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """Return the exit code, or minus the signal that it was killed by; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        """Wait for its end."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+        return self._process.exitcode
+
+
+def _run_spawned(words: list[str], environment: dict[str, str], outputs: list[str]) -> None:
+    for descriptor, path in enumerate(outputs, 1):
+        # A pipe or a terminal is this process's own already.
+        if path.startswith("/") and not path.startswith("/dev/"):
+            with Path(path).open("a") as file:
+                os.dup2(file.fileno(), descriptor)
+    os.setsid()
+    os.environ.clear()
+    os.environ |= environment
+    # As much as there is room for.
+    set_title([*words[:4], f"(local rank {environment.get('LOCAL_RANK')})"])
+    sys.argv = words[3:]
+    with contextlib.ExitStack() as ending:
+        # multiprocessing would print an error itself, and wait for all that the interpreter's end waits for.
+        ending.push(_end_with_error)
+        runpy.run_module(words[3], run_name="__main__", alter_sys=True)
+
+
+def _end_with_error(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    if kind is not None and error is not None and not issubclass(kind, SystemExit):
+        sys.excepthook(kind, error, trace)
 
 
 def _serve(channel: socket.socket, module: str) -> None:

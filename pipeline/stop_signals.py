@@ -16,6 +16,14 @@ from pipeline.timeouts import STORM_SECONDS
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+def signal_name(number: int) -> str:
+    """The name of a signal, or its number if it has none, as those from 35 to 63."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 @contextmanager
 def handled_by(handler: Callable[[int, FrameType | None], None]) -> Generator[dict[int, Any]]:
     """Call `handler` on a signal to stop; yields the handlers that are set again afterwards, by signal."""

@@ -1,8 +1,8 @@
 """torchrun with a report: its own parser, rendezvous and agent, which also tells the supervisor of every start and failure.
 
 `python -m pipeline.launch.agent` takes torchrun's arguments and starts ranks as torchrun does, but that a module's ranks are forked
-from one process which has imported it (Linux). With LOCKSTEP_EVENTS, the number of an open pipe, it writes one JSON object a line there;
-without it nobody listens.
+from one process which has imported it, or spawned under `--start-method=spawn` (Linux). With LOCKSTEP_EVENTS, the number of an open
+pipe, it writes one JSON object a line there; without it nobody listens.
 """
 
 # torch decorates these methods with a profiler that hides their types.
@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_args
 
-from pipeline.forkserver import ForkServer
+from pipeline.forkserver import ForkServer, SpawnServer
 from pipeline.stop_signals import STOP_SIGNALS
 from pipeline.timeouts import EXIT_BARRIER_SECONDS
 
@@ -150,24 +150,24 @@ def launch(config: LaunchConfig, command: str, arguments: list[str], logs: Attem
             spec.rdzv_handler.shutdown()
 
 
-def fork_ranks(module: str) -> None:
-    """Fork the ranks of a module where torchrun would execute them."""
-    server, execute = ForkServer(module), SubprocessHandler._popen  # pyright: ignore[reportPrivateUsage]
+def start_ranks(server: ForkServer | SpawnServer) -> None:
+    """Let the ranks of a module be started by this where torchrun would execute them."""
+    execute = SubprocessHandler._popen  # pyright: ignore[reportPrivateUsage]
     report("fork-server", pid=server.pid)
 
-    def fork(self: Any, words: tuple[str, ...], environment: dict[str, str]) -> Any:
+    def start(self: Any, words: tuple[str, ...], environment: dict[str, str]) -> Any:
         outputs = [own.fileno() if own else standard for standard, own in ((1, self._stdout), (2, self._stderr))]
         return server.start(list(words), environment, *outputs) or execute(self, words, environment)
 
     # torch has no hook for this.
-    SubprocessHandler._popen = fork  # pyright: ignore[reportPrivateUsage]
+    SubprocessHandler._popen = start  # pyright: ignore[reportPrivateUsage]
 
 
 def main() -> int:
     """Do what torchrun does with these arguments."""
     options = parse_args(sys.argv[1:])
     if options.module and sys.platform == "linux":
-        fork_ranks(options.training_script)
+        start_ranks(SpawnServer() if "--start-method=spawn" in sys.argv else ForkServer(options.training_script))
     config, command, arguments = config_from_args(options)
     assert isinstance(command, str)
     os.environ[AGENT] = str(os.getpid())

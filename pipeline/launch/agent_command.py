@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+from pipeline.config import Dist
 from pipeline.hardware.environment import for_ranks
 from pipeline.launch.node import Node
 from pipeline.timeouts import RETURN_SECONDS
@@ -12,7 +13,7 @@ from pipeline.timeouts import RETURN_SECONDS
 MAX_RESTARTS = 1_000_000
 
 
-def command(module: str, node: Node, grace_seconds: int, logs: Path) -> list[str]:
+def command(module: str, node: Node, dist: Dist, logs: Path) -> list[str]:
     """Return torchrun's arguments, for its agent as extended here."""
     return [
         *(sys.executable, "-m", "pipeline.launch.agent"),
@@ -20,7 +21,7 @@ def command(module: str, node: Node, grace_seconds: int, logs: Path) -> list[str
         # The id keeps two jobs apart. With several machines the store is the leader's, who keeps it through all of a job.
         *("--rdzv-backend=c10d", f"--rdzv-endpoint={node.endpoint}", f"--rdzv-id={node.job_id}"),
         f"--rdzv-conf=is_host={str(node.nodes == 1).lower()},join_timeout={RETURN_SECONDS}",
-        *(f"--max-restarts={MAX_RESTARTS}", f"--shutdown-timeout={grace_seconds}"),
+        *(f"--max-restarts={MAX_RESTARTS}", f"--shutdown-timeout={dist.grace_seconds}", f"--start-method={dist.start_method}"),
         *(f"--log-dir={logs}", "--redirects=3"),
         *("-m", module, str(logs / "job.json")),
     ]

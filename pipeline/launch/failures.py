@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import heartbeat
+from pipeline.stop_signals import signal_name
 
 # What a rank's error says if it lost its connection to a peer.
 CONSEQUENCE = re.compile(
@@ -134,11 +135,3 @@ def cause_of(folder: Path) -> str:
         lost = [line for line in lines[-200:] if "NCCL" in line and CONSEQUENCE.search(line)]
         return (lost or lines or [""])[-1].strip()
     return ""
-
-
-def signal_name(number: int) -> str:
-    """The name of a signal, or its number if it has none, as those from 35 to 63."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

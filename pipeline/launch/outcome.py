@@ -7,8 +7,9 @@ from dataclasses import replace
 from pipeline.config import Config, ConfigError, DataError, Dist, MachineError, PeerError
 from pipeline.files import describe as describe_os_error
 from pipeline.job import Job
-from pipeline.launch.failures import FINAL_EXITS, Failure, LaunchResult, signal_name
+from pipeline.launch.failures import FINAL_EXITS, Failure, LaunchResult
 from pipeline.runs.status import INTERRUPTED, STOPPED, TERMINATED, Outcome
+from pipeline.stop_signals import signal_name
 from pipeline.timeouts import RETURN_SECONDS
 from pipeline.tracking import journal
 

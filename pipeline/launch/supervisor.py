@@ -54,7 +54,7 @@ def run(module: str, job: Job, node: Node, lock: int | None, observer: Observer,
     logs.mkdir(parents=True, exist_ok=True)
     atomic_write(logs / "job.json", job.model_dump_json().encode())
     adopt_orphans()
-    process, pipe = _start(command(module, node, job.config.dist.grace_seconds, logs), environment(node), lock, logs)
+    process, pipe = _start(command(module, node, job.config.dist, logs), environment(node), lock, logs)
     stop.agent_started(process.pid)
     watchdog = Watchdog(logs, node.ranks, node.nodes > 1, job.config.dist.timeout_seconds, observer.say)
     supervisor = Supervisor((process, pipe), node, watchdog, stop, observer)

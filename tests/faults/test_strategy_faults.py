@@ -21,7 +21,7 @@ RELAY: list[dict[str, Any]] = [
     {"strategy": "fsdp", "world_size": 4, "replicas": 2},
     {"strategy": "dataparallel", "world_size": 1},
     {"strategy": "pipeline", "world_size": 4, "replicas": 2},
-    {"strategy": "graphs", "world_size": 2},
+    {"strategy": "graphs", "world_size": 2, "start_method": "spawn"},
 ]
 EVERY_STEPS = 10
 

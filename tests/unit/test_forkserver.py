@@ -53,17 +53,45 @@ except subprocess.TimeoutExpired:
     os.kill(one.pid, signal.SIGTERM)
 assert one.wait(10) == one.poll() == -signal.SIGTERM
 """
+SPAWNED = """
+import subprocess
+if __name__ == "__main__":
+    assert os.environ.pop("PATH")
+    server = forkserver.SpawnServer()
+    assert server.start([sys.executable, "doing.py"], {}, 1, 2) is None
+    environment = dict(os.environ, LOCAL_RANK="3")
+    with open("said", "w") as said:
+        several = [server.start([*WORDS, word], environment, said.fileno(), said.fileno()) for word in ("0", "7", "no number", "sleep")]
+    assert [one.wait(20) for one in several[:3]] == [0, 7, 1]
+    assert several[3].poll() is several[3].returncode is None
+    try:
+        several[3].wait(1)
+    except subprocess.TimeoutExpired:
+        shown = open(f"/proc/{several[3].pid}/cmdline").read().strip(chr(0)).split(chr(0))
+        assert shown[-1] == "(local rank 3)", shown
+        assert os.getsid(several[3].pid) == several[3].pid
+        os.kill(several[3].pid, signal.SIGTERM)
+    assert several[3].wait(10) == several[3].poll() == -signal.SIGTERM
+    assert "PATH" not in open("said").read()
+    assert "invalid literal for int() with base 10: 'no number'" in open("said").read()
+    assert os.stat(f"/proc/{server.pid}")
+"""
 DOING = """
-import sys, time
+import os, sys, time
+if "PATH" in os.environ and "LOCAL_RANK" in os.environ:
+    print("PATH")
 if sys.argv[1:] == ["sleep"]:
     time.sleep(60)
 sys.exit(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
 """
 
 
-@pytest.mark.parametrize("code", [STANDS_STILL, TOO_LONG, NOBODY_WAITS_FOR_CHILDREN, ANOTHER_MODULE, SEVERAL, ENDED_BY_A_SIGNAL_AND_SLOW])
+@pytest.mark.parametrize(
+    "code", [STANDS_STILL, TOO_LONG, NOBODY_WAITS_FOR_CHILDREN, ANOTHER_MODULE, SEVERAL, ENDED_BY_A_SIGNAL_AND_SLOW, SPAWNED]
+)
 def test_a_request_is_a_process_or_none(tmp_path: Path, code: str) -> None:
     (tmp_path / "doing.py").write_text("if __name__ == '__main__':\n" + "".join(f"    {line}\n" for line in DOING.strip().splitlines()))
     environment = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([sys.executable, "-c", BEGIN + code], cwd=tmp_path, env=environment, timeout=60, capture_output=True, text=True)
+    (tmp_path / "asking.py").write_text(BEGIN + code)
+    done = subprocess.run([sys.executable, "asking.py"], cwd=tmp_path, env=environment, timeout=60, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

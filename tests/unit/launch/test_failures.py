@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.launch.failures import failure_of, signal_name
+from pipeline.launch.failures import failure_of
+from pipeline.stop_signals import signal_name
 
 NCCL = """[rank1]:[E1122 10:00:00.1 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0 Rank 1] Process group watchdog thread terminated with \
 exception: NCCL error: remote process exited or there was a network error, NCCL version 2.30.7
