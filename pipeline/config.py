@@ -183,6 +183,7 @@ class Checkpoint(Section):
 
 class Tracking(Section):
     experiment: str = Field(default="lockstep", min_length=1)
+    log_every_steps: int | None = Field(default=None, ge=1)
 
 
 class Config(Section):

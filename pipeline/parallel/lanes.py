@@ -125,8 +125,18 @@ class Task:
         # In fp32 at least.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
-        correct = (logits.detach().argmax(1) == labels).sum()
-        return loss, torch.stack([loss.detach().double(), correct.double()])
+        correct, top5_correct = right_answers(logits.detach(), labels)
+        return loss, torch.stack([loss.detach().double(), correct.double(), top5_correct.double()])
+
+
+def right_answers(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """How many labels have the largest logit, and how many one of the five largest; of equal ones the first counts as larger."""
+    classes = logits.shape[1]
+    own = logits.gather(1, labels[:, None])
+    before = torch.arange(classes, device=logits.device) < labels[:, None]
+    # Its own is counted too. NaN is larger than nothing.
+    smaller = torch.where(before, logits < own, logits <= own).sum(1)
+    return (smaller == classes).sum(), (smaller > classes - 5).sum()
 
 
 def seed_draws(seed: int, device: torch.device) -> None:
@@ -165,7 +175,7 @@ def set_draws(state: Tensor, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums of loss and of right answers of one step, a row for each own lane."""
+    """Sums of loss, of right answers and of those among the first five of one step, a row for each own lane."""
 
     rows: list[Tensor]
     lanes: Lanes
@@ -173,8 +183,8 @@ class Totals:
 
     def over_ranks(self) -> dict[str, float]:
         """Means over the global batch, the same on all ranks and on any number of ranks; every rank must call it."""
-        own = torch.stack(self.rows) if self.rows else torch.zeros(0, 2, dtype=torch.float64, device=self.ranks.device)
+        own = torch.stack(self.rows) if self.rows else torch.zeros(0, 3, dtype=torch.float64, device=self.ranks.device)
         rows = self.ranks.gather_rows(own, self.lanes.per_rank)
-        loss, correct = rows.sum(0).tolist()
+        names = ("train/loss", "train/accuracy", "train/top5_accuracy")
         # Not on the device: a GPU would multiply with the reciprocal.
-        return {"train/loss": loss / self.lanes.global_batch, "train/accuracy": correct / self.lanes.global_batch}
+        return {name: total / self.lanes.global_batch for name, total in zip(names, rows.sum(0).tolist(), strict=True)}

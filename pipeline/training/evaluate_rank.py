@@ -37,7 +37,7 @@ def write(job: Job, result: Result) -> None:
     """Write the result, which the stage reports."""
     values = {
         "accuracy": result.accuracy,
-        "top5_accuracy": result.top5_correct / result.total,
+        "top5_accuracy": result.top5_accuracy,
         "loss": result.loss,
         "correct": result.correct,
         "total": result.total,

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from pipeline.data import Split
 from pipeline.data.batches import Pixels, chunks
+from pipeline.parallel.lanes import right_answers
 from pipeline.ranks import Ranks
 
 CHUNK = 250
@@ -28,6 +29,10 @@ class Result:
     @property
     def accuracy(self) -> float:
         return self.correct / self.total
+
+    @property
+    def top5_accuracy(self) -> float:
+        return self.top5_correct / self.total
 
 
 class Evaluation:
@@ -73,8 +78,7 @@ class Evaluation:
             labels = labels.to(device)
             logits = self._logits(model, images, dtype)
             losses.append(F.cross_entropy(logits, labels, reduction="sum").double())
-            top5 = logits.topk(min(5, self._num_classes), dim=1).indices
-            counts[0] += (top5 == labels[:, None]).sum()
+            counts[0] += right_answers(logits, labels)[1]
             # `bincount` would wait for the device.
             counts[1:].index_add_(0, labels * self._num_classes + logits.argmax(1), torch.ones_like(labels))
         model.train(was_training)

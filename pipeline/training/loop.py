@@ -101,7 +101,8 @@ def validated(step: int, parts: Parts) -> bool:
         result = parts.validate()
         if result is None:
             return False
-        parts.journal.metrics(finite({"validation/loss": result.loss, "validation/accuracy": result.accuracy}, step), step)
+        accuracies = {"validation/accuracy": result.accuracy, "validation/top5_accuracy": result.top5_accuracy}
+        parts.journal.metrics(finite({"validation/loss": result.loss} | accuracies, step), step)
         parts.checkpoints.save_best(parts.state, step, result.accuracy)
     return True
 

@@ -88,7 +88,7 @@ def check_tables(experiment: Experiment, found: dict[str, Any]) -> None:
     assert all(
         float(curves[step][name]) == values[f"train/{name[6:]}"]
         for step, values in told.items()
-        for name in ("train_loss", "train_accuracy")
+        for name in ("train_loss", "train_accuracy", "train_top5_accuracy")
     )
     for name in ("confusion.png", "classes.png", "curves.png"):
         assert (experiment.folder / "plots" / name).read_bytes().startswith(b"\x89PNG")
@@ -121,10 +121,12 @@ def check_run(run: mlflow.entities.Run, receipt: dict[str, Any], found: dict[str
         assert run.data.metrics[f"test/{name}"] == found[name]
     wanted = {
         "train/loss",
+        "train/top5_accuracy",
         "train/learning_rate",
         "train/images_per_second",
         "validation/loss",
         "validation/accuracy",
+        "validation/top5_accuracy",
         "best/validation_accuracy",
     }
     assert wanted <= run.data.metrics.keys()

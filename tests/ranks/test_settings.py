@@ -29,6 +29,14 @@ def files(job: Job) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in job.checkpoints.glob("*.safetensors")}
 
 
+def lines(job: Job) -> dict[tuple[int, str], float]:
+    """Every figure of the journal but the speed, each of which is there once."""
+    told = [(line["step"], *one) for line in read(job.journal) if line["kind"] == "metrics" for one in line["values"].items()]
+    found = {(step, name): value for step, name, value in told if name != "train/images_per_second"}
+    assert len({(step, name) for step, name, _ in told}) == len(told)
+    return found
+
+
 def figures(job: Job, name: str) -> list[float]:
     return [line["values"][name] for line in read(job.journal) if line["kind"] == "metrics" and name in line["values"]]
 
@@ -41,12 +49,15 @@ def test_checkpoints_have_the_same_bits_on_any_ranks_and_through_stops(tmp_path:
         assert all(found == [expected] for found in run_ranks(size, (trained, (other, None))))
         # Weights, momenta, averages and the best model.
         assert files(other) == files(alone)
+        assert lines(other) == lines(alone)
+    assert {"train/top5_accuracy", "validation/top5_accuracy"} <= {name for _, name in lines(alone)}
     for size, stop in ((2, 5), (3, 11), (1, None)):
         stopped = job_of(tmp_path, "stopped", size, **SETTINGS)
         found = run_ranks(size, (trained, (stopped, stop)))[0]
     assert found == [expected]
     last = f"step-{STEPS:08d}.safetensors"
     assert files(stopped)[last] == files(alone)[last]
+    assert lines(stopped) == lines(alone)
     assert {name for name in files(stopped) if name.startswith("best-")} == {name for name in files(alone) if name.startswith("best-")}
 
 
@@ -75,3 +86,21 @@ def test_each_does_in_a_training_what_it_is_for(tmp_path: Path, run_ranks) -> No
             assert min(figures(one, "train/gradient_norm")) > SETTINGS[key]
         if "scale" in key:
             assert figures(one, "train/learning_rate") == [pytest.approx(2 * rate) for rate in figures(plain, "train/learning_rate")]
+
+
+def test_a_change_of_how_often_is_logged_neither_loses_a_figure_nor_writes_one_twice(tmp_path: Path, run_ranks) -> None:
+    every, seldom = job_of(tmp_path, "every", 2), job_of(tmp_path, "changed", 2, tracking__log_every_steps=4)
+    ((expected, (_, step)), _) = run_ranks(2, (trained, (every, None)), (trained, (seldom, 8)))
+    assert step < 12
+    before = lines(seldom)
+    assert sorted({one for one, name in before if name.startswith("train/")}) == [4, 6, 8]
+    # As a kill leaves it: figures up to step 8, and a checkpoint of step 6.
+    for path in [*seldom.checkpoints.glob("step-*"), seldom.checkpoints / "index.json"]:
+        if path.name != "step-00000006.safetensors":
+            path.unlink()
+    often = job_of(tmp_path, "changed", 1, tracking__log_every_steps=1)
+    assert run_ranks(1, (trained, (often, None))) == [[expected]]
+    found, all_of_them = lines(often), lines(every)
+    assert before.items() <= found.items() <= all_of_them.items()
+    # The new distance holds from behind the last line.
+    assert all_of_them.keys() - found.keys() == {key for key in all_of_them if key[0] in (1, 2, 3, 5, 7)}

@@ -126,18 +126,19 @@ def one_process(
             for name, buffer in model.named_buffers():
                 if buffer.is_floating_point():
                     buffer.copy_(add([result[name] for result in results]) / count)
-        totals.append({"train/loss": torch.stack(losses).sum().item() / BATCH, "train/accuracy": right / BATCH})
+        shares = {"train/accuracy": right[0] / BATCH, "train/top5_accuracy": right[1] / BATCH}
+        totals.append({"train/loss": torch.stack(losses).sum().item() / BATCH} | shares)
         descend(model.parameters())
     found = tensors(model)
     return weights_sha256(found), found, totals
 
 
-def lanes_by_hand(model: nn.Module, step: int, count: int, bf16: bool, seed: int) -> tuple[list[Any], list[torch.Tensor], int]:
-    """Gradients and buffers after each lane of a step, the lanes' losses, and how many answers are right."""
+def lanes_by_hand(model: nn.Module, step: int, count: int, bf16: bool, seed: int) -> tuple[list[Any], list[torch.Tensor], list[int]]:
+    """Gradients and buffers after each lane of a step, the lanes' losses, and how many answers are right and among the first five."""
     some = next(model.parameters())
     place, precision = some.device, torch.promote_types(some.dtype, torch.float32)
     start, batch = [buffer.clone() for buffer in model.buffers()], batch_of(count, place, some.dtype)
-    results, losses, right = [], [], 0
+    results, losses, right = [], [], [0, 0]
     for lane in range(count):
         for buffer, value in zip(model.buffers(), start, strict=True):
             buffer.copy_(value)
@@ -149,7 +150,8 @@ def lanes_by_hand(model: nn.Module, step: int, count: int, bf16: bool, seed: int
         loss = F.cross_entropy(logits.to(precision), labels, reduction="sum", label_smoothing=0.1)
         (loss / BATCH).backward()
         losses.append(loss.detach().double())
-        right += int((logits.argmax(1) == labels).sum())
+        places = logits.sort(dim=1, descending=True, stable=True).indices == labels[:, None]
+        right = [so_far + int(places[:, :first].sum()) for so_far, first in zip(right, (1, 5), strict=True)]
         results.append(tensors(model))
     return results, losses, right
 

@@ -59,6 +59,7 @@ BOUNDS = {
     "checkpoint.every_steps": ([1], [0]),
     "checkpoint.keep": ([1], [0]),
     "tracking.experiment": (["a"], [""]),
+    "tracking.log_every_steps": ([None, 1], [0, -1]),
 }
 # What may be chosen; of each, text that is close to it is refused.
 CHOICES = {
@@ -87,6 +88,7 @@ OTHER_TYPES = {
     "dist.lanes": ["4"],
     "dist.lanes_per_rank": [[1.0, 3.0], (1, 3), "1, 3"],
     "tracking.experiment": [None, 1],
+    "tracking.log_every_steps": ["10", 10.0, True],
 }
 
 

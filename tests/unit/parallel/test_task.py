@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import draw_seed
-from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, draws, fold, scaled, seed_draws, set_draws
+from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, draws, fold, right_answers, scaled, seed_draws, set_draws
 from pipeline.ranks import Ranks
 
 
@@ -30,6 +30,14 @@ def losses(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.exp().sum(1).log() - logits[torch.arange(len(labels)), labels]
 
 
+def by_sorting(logits: Tensor, labels: Tensor) -> list[int]:
+    """How many labels are the first of the sorted classes, and how many among the first five."""
+    places = [
+        sorted(range(len(row)), key=lambda one: -row[one]).index(label) for row, label in zip(logits.tolist(), labels.tolist(), strict=True)
+    ]
+    return [sum(place < count for place in places) for count in (1, 5)]
+
+
 def test_a_lane_gives_the_sum_of_its_losses_and_its_row_of_loss_and_right_answers() -> None:
     task = made()
     loss, row = task.forward(task.model, 2, 1)
@@ -37,7 +45,7 @@ def test_a_lane_gives_the_sum_of_its_losses_and_its_row_of_loss_and_right_answer
     logits = task.model(images)
     assert loss.item() == pytest.approx(losses(logits, labels).sum().item(), rel=1e-6)
     assert loss.requires_grad
-    assert row.tolist() == [loss.item(), sum(int(one.argmax()) == label for one, label in zip(logits, labels.tolist(), strict=True))]
+    assert row.tolist() == [loss.item(), *by_sorting(logits, labels)]
     assert (row.dtype, row.requires_grad) == (torch.float64, False)
 
 
@@ -45,10 +53,31 @@ def test_right_answers_are_those_with_the_largest_output() -> None:
     task = made()
     _, labels = batch(0, 0)
     right = Task(lambda _: nn.functional.one_hot(labels, 7).float(), batch, 3, 0.0, nullcontext)
-    assert right.forward(right.model, 0, 0)[1][1].item() == 5
+    assert right.forward(right.model, 0, 0)[1][1:].tolist() == [5, 5]
     wrong = Task(lambda _: -nn.functional.one_hot(labels, 7).float(), batch, 3, 0.0, nullcontext)
-    assert wrong.forward(wrong.model, 0, 0)[1][1].item() == 0
+    assert wrong.forward(wrong.model, 0, 0)[1][1:].tolist() == [0, 0]
     assert task.forward(task.model, 0, 0)[1][0].item() > 0
+
+
+@pytest.mark.parametrize("classes", [1, 2, 4, 5, 6, 10])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_equal_outputs_the_first_is_larger_and_of_fewer_than_five_classes_all_are_among_the_first_five(
+    classes: int, dtype: torch.dtype
+) -> None:
+    source = torch.Generator().manual_seed(classes)
+    labels = torch.randint(classes, (300,), generator=source)
+    logits = torch.randn(300, classes, generator=source).to(dtype)
+    for one in (logits, logits.round().clamp(-1, 1), torch.zeros_like(logits)):
+        found = [count.item() for count in right_answers(one, labels)]
+        assert found == by_sorting(one, labels)
+        assert found[0] == (one.argmax(1) == labels).sum()
+        assert classes > 5 or found[1] == 300
+
+
+def test_an_output_that_is_no_number_is_not_larger_than_others() -> None:
+    logits = torch.full((3, 7), math.nan)
+    logits[2] = torch.arange(7.0)
+    assert [count.item() for count in right_answers(logits, torch.tensor([0, 6, 2]))] == [0, 1]
 
 
 @pytest.mark.parametrize(("given", "computed"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64,) * 2])
@@ -119,17 +148,17 @@ def test_a_gpus_draws_leave_those_of_the_cpu_alone() -> None:
 
 def totals(group: Ranks, per_rank: list[int]) -> dict[str, float]:
     lanes = Lanes(per_rank, group.rank, 48)
-    rows = [torch.tensor([0.1 * 10.0**lane, lane], dtype=torch.float64) for lane in lanes.own]
+    rows = [torch.tensor([0.1 * 10.0**lane, lane, lane + 1], dtype=torch.float64) for lane in lanes.own]
     return Totals(rows, lanes, group).over_ranks()
 
 
-@pytest.mark.parametrize("per_rank", [[6], [3, 3], [1, 2, 3]], ids=str)
+@pytest.mark.parametrize("per_rank", [[6], [3, 3], [1, 2, 3], [6, 0]], ids=str)
 def test_totals_are_means_over_the_global_batch_and_the_same_on_any_ranks(
     per_rank: list[int], thread_ranks: Callable[..., list[Any]]
 ) -> None:
     (alone,) = thread_ranks(1, totals, [6])
     assert all(type(value) is float for value in alone.values())
-    assert alone["train/accuracy"] == 15 / 48
+    assert (alone["train/accuracy"], alone["train/top5_accuracy"]) == (15 / 48, 21 / 48)
     assert math.isclose(alone["train/loss"], 11111.1 / 48)
     assert all(found == alone for found in thread_ranks(len(per_rank), totals, per_rank))
 

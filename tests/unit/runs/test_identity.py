@@ -25,6 +25,7 @@ def test_the_fingerprint_follows_from_settings_data_and_device() -> None:
     assert name(dist__world_size=4, dist__batch_size_per_gpu=24) == here
     assert len({here, name(seed=2), name(OLD_CPU), name(TWO_GPUS), name(digest="e"), name(train__precision="fp32")}) == 6
     assert name(train__precision="bf16") == here
+    assert name(tracking__log_every_steps=3) == here
     assert name(ONE_GPU, **NATIVE) != name(TWO_GPUS, **NATIVE)
     assert name(ONE_GPU) == name(TWO_GPUS)
 
