@@ -93,7 +93,7 @@ def run(tmp_path: Path) -> Path:
     """A stopped run whose one checkpoint is large."""
     folder = tmp_path / "runs" / "0123456789abcdef"
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "checkpoints" / "step-00000020.safetensors").write_bytes(os.urandom(48 * MEGABYTE))
+    (folder / "checkpoints" / "step-00000020.safetensors").write_bytes(os.urandom(24 * MEGABYTE))
     journal = Journal(folder / "journal.jsonl")
     journal.event("run", id=tmp_path.name, experiment=tmp_path.name, name="a run", params={}, tags={})
     journal.event("started", stage="train", tags={})
@@ -104,7 +104,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.fault(38, "48 MB to a real server over a link of 0.7 MB/s, which answers 5 s after it has them: over a minute")
+@pytest.mark.fault(38, "24 MB to a real server over a link of 0.7 MB/s, which answers 5 s after it has them: over half a minute")
 def test_an_upload_that_advances_is_waited_for(
     run: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Note
 ) -> None:
@@ -116,7 +116,8 @@ def test_an_upload_that_advances_is_waited_for(
     took_seconds = time.monotonic() - started_at
     proxy.close()
     assert error is None
-    assert took_seconds > 60
+    # Three times as long as a server that answers nothing is waited for.
+    assert took_seconds > 30
     assert announced == ["MLflow is still receiving; waiting for it, for 600 s at most"]
     assert in_mlflow(server.uri, tmp_path.name) == kept(run)
     assert not needs_sync(run, paths)

@@ -31,6 +31,7 @@ def in_place() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(256, 16), nn.ReLU(inplace=True), nn.Linear(16, 10))
 
 
+MODELS = ("mlp", "lenet", "resnet18")
 OTHERS = {"windows": Windows, "in place": in_place}
 
 
@@ -58,28 +59,34 @@ def trained(group: Any, name: str, strategy: str) -> tuple[dict[str, torch.Tenso
     return whole, sum(part.numel() for _, parameter, part in state.parts() if parameter is not None), losses
 
 
-@pytest.mark.parametrize("name", ["mlp", "lenet", "resnet18"])
+@pytest.fixture(scope="module")
+def one_process(run_ranks) -> dict[str, Any]:
+    """What each model comes to on one rank."""
+    names = [*MODELS, *OTHERS]
+    return dict(zip(names, run_ranks(1, *((trained, (name, "ddp")) for name in names))[0], strict=True))
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_step_is_that_of_one_process_within_rounding(name: str, size: int, run_ranks) -> None:
-    ((expected, everything, expected_losses),) = run_ranks(1, (trained, (name, "ddp")))[0]
-    results = [result for (result,) in run_ranks(size, (trained, (name, "tensor")))]
-    for found, held, _ in results:
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            assert (found[key] - value).double().norm() <= NATIVE_TOLERANCE * value.double().norm(), key
-        # Biases, BatchNorm and layers of fewer outputs than ranks are small.
-        assert held < (1 / size + 0.1) * everything
-    losses = [row for _, _, rows in results for row in rows]
-    assert losses == [pytest.approx(row, rel=NATIVE_TOLERANCE) for row in expected_losses]
+def test_a_step_is_that_of_one_process_within_rounding(size: int, one_process: dict[str, Any], run_ranks) -> None:
+    for name, results in zip(MODELS, zip(*run_ranks(size, *((trained, (name, "tensor")) for name in MODELS)), strict=True), strict=True):
+        expected, everything, expected_losses = one_process[name]
+        for found, held, _ in results:
+            assert found.keys() == expected.keys()
+            for key, value in expected.items():
+                assert (found[key] - value).double().norm() <= NATIVE_TOLERANCE * value.double().norm(), (name, key)
+            # Biases, BatchNorm and layers of fewer outputs than ranks are small.
+            assert held < (1 / size + 0.1) * everything
+        losses = [row for _, _, rows in results for row in rows]
+        assert losses == [pytest.approx(row, rel=NATIVE_TOLERANCE) for row in expected_losses], name
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_layers_that_others_compute_with_or_work_in_place_on(name: str, run_ranks) -> None:
-    ((expected, everything, _),) = run_ranks(1, (trained, (name, "ddp")))[0]
-    for ((found, held, _),) in run_ranks(2, (trained, (name, "tensor"))):
-        assert held < everything
-        for key, value in expected.items():
-            assert (found[key] - value).double().norm() <= NATIVE_TOLERANCE * value.double().norm(), key
+def test_layers_that_others_compute_with_or_work_in_place_on(one_process: dict[str, Any], run_ranks) -> None:
+    for results in run_ranks(2, *((trained, (name, "tensor")) for name in OTHERS)):
+        for name, (found, held, _) in zip(OTHERS, results, strict=True):
+            expected, everything, _ = one_process[name]
+            assert held < everything
+            for key, value in expected.items():
+                assert (found[key] - value).double().norm() <= NATIVE_TOLERANCE * value.double().norm(), (name, key)
 
 
 def passed_on(group: Any, name: str) -> bool:
