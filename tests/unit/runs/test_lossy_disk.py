@@ -1,5 +1,6 @@
 """A power cut in the middle of a training, on a disk that keeps only what was synced: from every state it goes on to the same end."""
 
+import io
 import json
 import os
 import shutil
@@ -108,13 +109,18 @@ def test_a_training_goes_on_from_every_state_that_a_power_cut_can_leave(keep: in
 
 def index_before_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mistake of naming a checkpoint before it is there."""
-    held: list[tuple[Path, Any]] = []
+    held: list[tuple[Path, bytes]] = []
+
+    def hold(path: Path, content: Any) -> None:
+        written = io.BytesIO()
+        content.write_to(written)
+        held.append((path, written.getvalue()))
 
     def write_index(path: Path, values: dict[str, Any]) -> None:
         write_checksummed_json(path, values)
         atomic_write(*held.pop())
 
-    monkeypatch.setattr(checkpoint, "atomic_write", lambda *both: held.append(both))
+    monkeypatch.setattr(checkpoint, "atomic_write", hold)
     monkeypatch.setattr(checkpoint, "write_checksummed_json", write_index)
 
 
