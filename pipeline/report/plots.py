@@ -7,8 +7,8 @@ from typing import Any
 
 from pipeline.tracking.journal import metrics_by_step
 
-CURVES = ("train/loss", "train/accuracy", "train/top5_accuracy", "train/learning_rate")
-CURVES += ("validation/loss", "validation/accuracy", "validation/top5_accuracy")
+TRAINING = ("train/loss", "train/accuracy", "train/top5_accuracy", "train/learning_rate")
+CURVES = (*TRAINING, "validation/loss", "validation/accuracy", "validation/top5_accuracy")
 
 
 def curves(journal: Path, folder: Path) -> None:
