@@ -131,7 +131,8 @@ class Dist(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_batch()
-        if not re.fullmatch(r"env://|tcp://[^/]+:\d{1,5}|file:///.+", self.init_method):
+        found = re.fullmatch(r"env://|tcp://[^/]+:(\d{1,5})|file:///.*[^/]", self.init_method)
+        if not found or not 0 < int(found[1] or 1) < 65536:
             raise ValueError(f"init_method: {self.init_method!r}: write env://, tcp://HOST:PORT or file:///PATH")
         if self.world_size % self.nodes:
             raise ValueError(f"nodes: {self.nodes} does not divide world_size ({self.world_size})")

@@ -169,12 +169,13 @@ def open_store(init_method: str, at_address: bool, on_leader: bool, timeout: tim
     kind, _, place = init_method.partition("://")
     attempt = f"{port} {os.environ['TORCHELASTIC_RESTART_COUNT'] if os.environ['GROUP_WORLD_SIZE'] == '1' else ''}"
     if kind == "file":
-        if not Path(place).parent.is_dir():
-            raise MachineError(f"dist.init_method: {Path(place).parent} is no folder of this machine; name one that all machines share")
+        if not Path(place).parent.is_dir() or Path(place).is_dir():
+            raise MachineError(f"dist.init_method: {place} can be no file of this machine; name one in a folder that all machines share")
         # It stays, with keys of other attempts and runs.
         return PrefixStore(attempt, dist.FileStore(place, -1))  # pyright: ignore[reportPrivateImportUsage]
     if kind == "tcp":
         address, _, port = place.rpartition(":")
+        address = address.strip("[]")
         at_address = on_leader
     soon = timeout if kind == "env" else min(timeout, timedelta(seconds=CONNECT_SECONDS))
     try:

@@ -20,6 +20,8 @@ def written(tmp_path: Path, values: Any) -> Path:
 SAID = [
     ({"dist": {"world_size": 3, "nodes": 2}}, "dist.nodes: 2 does not divide world_size (3)"),
     ({"dist": {"init_method": "tcp://leader"}}, "dist.init_method: 'tcp://leader': write env://, tcp://HOST:PORT or file:///PATH"),
+    ({"dist": {"init_method": "tcp://leader:0"}}, "dist.init_method: 'tcp://leader:0': write env://, tcp://HOST:PORT or file:///PATH"),
+    ({"dist": {"init_method": "tcp://a:65536"}}, "dist.init_method: 'tcp://a:65536': write env://, tcp://HOST:PORT or file:///PATH"),
     ({"dist": {"init_method": "file://meeting"}}, "dist.init_method: 'file://meeting': write env://, tcp://HOST:PORT or file:///PATH"),
     ({"dist": {"reduction": "native"}}, "dist.lanes: native reduction has none; set lanes: null, or reduction: ordered"),
     (
