@@ -94,6 +94,9 @@ def problems(settings: "Dist") -> Iterator[str]:
         yield "sync_batchnorm: under reduction: ordered a lane has statistics of its own; set reduction: native and lanes: null, or false"
     if settings.sync_batchnorm and name not in ("ddp", "allreduce", "fsdp"):
         yield f"sync_batchnorm: {name} does not bring the ranks' micro-batches together in a layer; set ddp, allreduce or fsdp"
+    if settings.sync_batchnorm and settings.find_unused_parameters and name == "ddp":
+        # Gradients of what one rank alone uses are ready at another place among BatchNorm's sums, and a collective meets a different one.
+        yield "find_unused_parameters: ddp with sync_batchnorm needs all parameters on all ranks; set strategy: allreduce, or false"
     if settings.find_unused_parameters and name == "fsdp":
         yield "find_unused_parameters: fsdp waits for the gradients of a whole block; set ddp, or false"
     if name == "pipeline" and own is not None:

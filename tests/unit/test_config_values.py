@@ -167,6 +167,15 @@ def test_the_identity_is_all_that_can_change_the_bits() -> None:
     assert native == parts | {"dist": dist | placed}
 
 
+def test_whose_statistics_batchnorm_takes_changes_the_bits_and_to_look_for_unused_parameters_does_not() -> None:
+    def identity(**dist: object) -> dict[str, object]:
+        return Config.model_validate({"dist": {**NATIVE, **dist}}).identity("a cpu", "bf16", "gloo")
+
+    plain = identity()
+    assert identity(sync_batchnorm=True) == plain | {"dist": plain["dist"] | {"sync_batchnorm": True}}  # pyright: ignore
+    assert identity(sync_batchnorm=False, find_unused_parameters=True) == plain
+
+
 def test_how_gradients_travel_by_hand_changes_the_bits_of_native_alone() -> None:
     def identity(**dist: object) -> dict[str, object]:
         return Config.model_validate({"dist": {"strategy": "allreduce", **dist}}).identity("a cpu", "bf16", "gloo")

@@ -35,6 +35,13 @@ NATIVE = {"reduction": "native", "lanes": None}
         ({"strategy": "dataparallel"}, "dist.world_size: dataparallel is one process with all GPUs; set world_size: 1"),
         ({"strategy": "dataparallel", "world_size": 1, "lanes_per_rank": "auto"}, "dist.strategy: dataparallel knows neither"),
         ({"strategy": "dataparallel", "world_size": 1, **NATIVE}, "dist.strategy: dataparallel knows neither"),
+        ({"sync_batchnorm": True}, "dist.sync_batchnorm: under reduction: ordered a lane has statistics of its own; set reduction: native"),
+        *(
+            ({"sync_batchnorm": True, "strategy": name, **NATIVE}, f"dist.sync_batchnorm: {name} does not bring")
+            for name in ("graphs", "pipeline", "tensor")
+        ),
+        ({"sync_batchnorm": True, "find_unused_parameters": True, **NATIVE}, "dist.find_unused_parameters: ddp with sync_batchnorm needs"),
+        ({"find_unused_parameters": True, "strategy": "fsdp"}, "dist.find_unused_parameters: fsdp waits for the gradients"),
     ],
 )
 def test_what_does_not_suit_a_strategy_is_one_line(settings: dict[str, Any], said: str) -> None:
@@ -55,6 +62,9 @@ def test_what_does_not_suit_a_strategy_is_one_line(settings: dict[str, Any], sai
         {"strategy": "pipeline", **THREE},
         {"strategy": "allreduce", "algorithm": "naive", "lanes_per_rank": [3, 1]},
         {"lanes_per_rank": "auto"},
+        *({"sync_batchnorm": True, "strategy": name, **NATIVE} for name in ("ddp", "allreduce", "fsdp")),
+        {"sync_batchnorm": True, "find_unused_parameters": True, "strategy": "allreduce", **NATIVE},
+        *({"find_unused_parameters": True, "strategy": name} for name in ("ddp", "allreduce", "graphs", "pipeline")),
     ],
 )
 def test_what_suits_it_is_taken(settings: dict[str, Any]) -> None:
