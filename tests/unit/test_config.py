@@ -146,13 +146,17 @@ def test_native_reduction_has_its_placement_in_the_identity() -> None:
     assert identity(**native) != identity(**native, dist__world_size=4, dist__batch_size_per_gpu=24)
 
 
+def seconds_of_the_processor(*command: str) -> float:
+    """Of the processor, for others may keep it busy."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 @pytest.mark.parametrize("command", [["-c", "import pipeline.config"], ["-m", "pipeline", "--help"]])
 def test_what_every_user_pays_first_is_small(command: list[str]) -> None:
-    # Of the processor: others may keep it busy.
-    seconds = []
-    for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(seconds) < 0.3
+    # Measured against the libraries it cannot do without, in turn, for machines differ; torch alone would be ten times that.
+    libraries = ["-c", "import yaml, pydantic; pydantic.create_model('One', field=int)"]
+    pairs = [(seconds_of_the_processor(*command), seconds_of_the_processor(*libraries)) for _ in range(5)]
+    assert min(ours for ours, _ in pairs) < 2 * min(theirs for _, theirs in pairs)
