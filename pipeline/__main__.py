@@ -22,6 +22,7 @@ COMMANDS = {
     "prepare": "find, check, split and pack the data set",
     "train": "train on all ranks, go on with a stopped training, or publish a finished one",
     "evaluate": "measure the published model on the test images",
+    "verify": "compute a result again, on as many ranks as you like, and say whether every bit is the same",
     "sync": "bring MLflow up to date with the journals of all runs",
     "lead": "run a command, such as dvc repro, whose training other machines take part in",
     "join": "take part in what a leader trains, and leave with its verdict",
@@ -95,6 +96,12 @@ def parser() -> argparse.ArgumentParser:
         )
     resume = "go on from this run's checkpoint; refused, with what differs, where it is another experiment (relative to the current folder)"
     each["train"].add_argument("--resume", type=Path, metavar="RUN", help=resume)
+    result = "a receipt, a folder with one, or a run's folder (default: models/)"
+    each["verify"].add_argument("result", nargs="?", type=Path, metavar="RESULT", help=result)
+    each["verify"].add_argument("--all", action="store_true", dest="everything", help="every finished run in runs/")
+    each["verify"].add_argument("--world-size", type=number(1, 10000), metavar="N", help="on N ranks of this machine")
+    each["verify"].add_argument("--from-step", type=number(0, 10**9), default=0, metavar="S", help="from the checkpoint of step S")
+    each["verify"].add_argument("--steps", type=number(1, 10**9), metavar="K", help="K steps alone")
     each["lead"].add_argument("--workers", type=number(0, 10000), help="machines beside this one (default: dist.nodes less one)")
     each["lead"].add_argument("--port", type=number(1, 65535), help="where workers join (default: 29400)")
     each["lead"].add_argument("--bind", metavar="ADDRESS", help="listen on this address alone (default: all; 127.0.0.1 without workers)")

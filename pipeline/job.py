@@ -21,6 +21,8 @@ class Job(BaseModel):
     run: Path
     # The model to evaluate; nothing while training.
     weights: Path | None = None
+    # The step to stop at, if it is not the last one.
+    until: int | None = None
 
     @property
     def journal(self) -> Path:

@@ -34,12 +34,15 @@ Publish = Callable[[Journal, Callable[[], str | None]], str]
 
 
 class RankStage:
-    """A stage with ranks: open journal and mirror, start the ranks, publish, record the outcome."""
+    """A stage with ranks: open journal and mirror, start the ranks, publish, record the outcome.
 
-    def __init__(self, stage: Literal["train", "evaluate"], job: Job, paths: Paths, lock: int):
+    What is not tracked has no run in MLflow, and nobody is told how to go on.
+    """
+
+    def __init__(self, stage: Literal["train", "evaluate"], job: Job, paths: Paths, lock: int, tracked: bool = True):
         self._stage: Literal["train", "evaluate"] = stage
-        self._job, self._paths, self._lock = job, paths, lock
-        self.command = command_of(stage, paths)
+        self._job, self._paths, self._lock, self._tracked = job, paths, lock, tracked
+        self.command = command_of(stage, paths) if tracked else ""
 
     def run(self, module: str, header: dict[str, Any], tags: dict[str, Any], progress: Progress, publish: Publish) -> int:
         """Run the ranks to their end and return the exit code; `publish`, which may ask for MLflow's run id, returns a line about it."""
@@ -96,7 +99,7 @@ class RankStage:
     def _run(self, module: str, members: Membership, journal: Journal, around: tuple[Progress, StopRequest], publish: Publish) -> int:
         job, run, (progress, stop) = self._job, self._job.run, around
         step = journals.reached(job.journal, self._stage == "evaluate")
-        mirror = MirrorProcess(run, self._paths)
+        mirror = MirrorProcess(run, self._paths) if self._tracked else None
         status.running(run, step, self.command, self._stage)
         started_at = time.monotonic()
         try:
@@ -107,11 +110,11 @@ class RankStage:
             end = outcome.broken(error, step, checkpoints.newest(run), self.command)
         # Also where there was none: from here on there is only MLflow to wait for.
         stop.agent_ended()
-        message = status.message(end)
+        message = status.message(end) if self._tracked or end.outcome not in ("done", "stopped") else ""
         try:
             journal.event("attempt-ended", stage=self._stage, elapsed_seconds=time.monotonic() - started_at)
             if end.exit_code == 0:
-                message = publish(journal, lambda: mirror.run_id(stop.hurried))
+                message = publish(journal, lambda: mirror.run_id(stop.hurried) if mirror else None)
             journal.event("ended", stage=self._stage, outcome=end.outcome, cause=end.cause)
         except outcome.EXPECTED as error:
             # If the journal is full too, the mirror reads the ending in status.json.
@@ -121,8 +124,10 @@ class RankStage:
         replace(end, stage=self._stage).write(run)
         # Workers do not wait for what MLflow has yet to take.
         members.end_job(end.exit_code or 0)
-        progress.say(message)
-        self._finish_mirror(mirror, progress.say, stop, end.outcome == "stopped")
+        if message:
+            progress.say(message)
+        if mirror:
+            self._finish_mirror(mirror, progress.say, stop, end.outcome == "stopped")
         assert end.exit_code is not None
         return end.exit_code
 

@@ -72,7 +72,8 @@ def run(config: Config, paths: Paths, resume: Path | None = None) -> int:
             progress.say(f"world size {config.dist.world_size} and not {asked}, as ranks that share a GPU are slow; the bits are the same")
         if imported:
             progress.say(imported)
-        return carry_out(job, paths, lock, progress, facts_of(config, placement, manifest, name, receipts.git_state()))
+        facts = facts_of(config, placement, manifest, name, receipts.git_state()) | {"identity": identity}
+        return carry_out(job, paths, lock, progress, facts)
 
 
 def what_begins(job: Job, data: str) -> str:

@@ -25,7 +25,7 @@ FLOORS = [
     {"launch", "training"},
     {"cluster", "doctor"},
     {"stage"},
-    {"prepare", "train", "evaluate", "sync"},
+    {"prepare", "train", "evaluate", "sync", "verify"},
     {"join"},
     {"lead"},
     {"__main__"},

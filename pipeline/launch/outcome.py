@@ -29,6 +29,8 @@ def judge(result: LaunchResult, job: Job, checkpoint: str | None, command: str) 
     unsaved = (
         "the evaluation was stopped on request" if job.weights else f"stopped on request after step {step}, when nothing could be saved"
     )
+    if end == "stopped" and step == job.until:
+        return Outcome("stopped", STOPPED, f"stopped at step {step}, as asked", None, step, checkpoint, command)
     stopped = _stopped(result, end == "stopped", step, unsaved)
     if stopped is not None:
         return Outcome("stopped", *stopped, None, step, checkpoint, command)

@@ -44,7 +44,7 @@ def import_run(source: Path, job: Job, identity: dict[str, Any], header: dict[st
         newest = checkpoints.newest(source)
         if newest is None:
             raise ConfigError(f"--resume: {source} has no good checkpoint; without --resume this trains from the beginning")
-        _copy(source, job, int(Path(newest).stem.partition("-")[2]), header)
+        copy_until(source, job, int(Path(newest).stem.partition("-")[2]), header)
     if not differing:
         return f"going on from {newest}"
     changed = ", ".join(f"{key} {then.get(key)} -> {now.get(key)}" for key in differing if key not in only_one_has)
@@ -52,8 +52,8 @@ def import_run(source: Path, job: Job, identity: dict[str, Any], header: dict[st
     return f"going on from {newest} with {changed}: the same samples in the same order, none twice and none left out; {bits}"
 
 
-def _copy(source: Path, job: Job, step: int, header: dict[str, Any]) -> None:
-    """The checkpoints, and every figure up to the newest one; a kill in between leaves none of it believed."""
+def copy_until(source: Path, job: Job, step: int, header: dict[str, Any]) -> None:
+    """The checkpoints up to a step, and every figure up to it; a kill in between leaves none of it believed."""
     partial = job.run / ".journal.jsonl.partial"
     partial.unlink(missing_ok=True)
     journal = Journal(partial)
@@ -75,6 +75,7 @@ def _copy(source: Path, job: Job, step: int, header: dict[str, Any]) -> None:
             covered = [len(content), hashlib.sha256(content).hexdigest()]
             # A later one was refused there: its figures are not in this journal either.
             entries = [entry | {"journal": covered} for entry in index["checkpoints"] if entry["step"] <= step]
-            write_checksummed_json(scratch / "index.json", index | {"checkpoints": entries})
+            best = {name: entry for name, entry in index.items() if name == "best" and entry["step"] <= step}
+            write_checksummed_json(scratch / "index.json", {"checkpoints": entries} | best)
     os.replace(partial, job.journal)
     fsync_path(job.run)

@@ -37,6 +37,8 @@ class Receipt(BaseModel):
 
     # It names a folder of runs/.
     fingerprint: str = Field(pattern="^[0-9a-f]{16}$")
+    # What the fingerprint is a hash of; receipts of earlier versions lack it.
+    identity: dict[str, Any] = {}
     model_sha256: str
     weights_sha256: str
     data_digest: str

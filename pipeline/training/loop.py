@@ -33,6 +33,8 @@ class Steps:
     per_log: int
     per_checkpoint: int
     global_batch: int
+    # Where to stop, if not at the end.
+    until: int | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Parts:
 
 
 def run(steps: Steps, parts: Parts) -> tuple[int, bool]:
-    """Train from the newest checkpoint to the last step, or until asked to stop; returns the step reached, and True if all is done."""
+    """Train from the newest checkpoint to the last step, or to where it is to stop; returns the step reached, and True if all is done."""
     try:
         return _run(steps, parts)
     except Diverged:
@@ -69,7 +71,7 @@ def _run(steps: Steps, parts: Parts) -> tuple[int, bool]:
     parts.guard.start(step)
     speed = Speed(steps.global_batch, step)
     going_on = not parts.checkpoints.validation_due or validated(step, parts)
-    while going_on and step < steps.total and not parts.stop.agreed():
+    while going_on and step < (steps.until or steps.total) and not parts.stop.agreed():
         parts.schedule.apply(parts.state.optimizer, step)
         totals = parts.strategy.backward(step)
         parts.guard.observe()

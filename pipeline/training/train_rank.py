@@ -192,7 +192,8 @@ def plan(job: Job, order: Order) -> loop.Steps:
     """Return at which steps to log, validate and save."""
     per_epoch, config = order.steps_per_epoch, job.config
     per_log = config.tracking.log_every_steps or min(50, max(1, per_epoch // 20))
-    return loop.Steps(per_epoch * config.train.epochs, per_epoch, per_log, config.checkpoint.every_steps, config.dist.images_per_step)
+    total, batch = per_epoch * config.train.epochs, config.dist.images_per_step
+    return loop.Steps(total, per_epoch, per_log, config.checkpoint.every_steps, batch, job.until)
 
 
 def run_as_rank(main: Callable[[Job], None]) -> None:

@@ -1,0 +1,66 @@
+"""What a person claims of a run, to be verified: its receipt, or what is left of one that is not finished."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeline.config import Config, ConfigError, DataError, digest
+from pipeline.runs.identity import IDENTITY
+from pipeline.tracking.journal import last
+from pipeline.tracking.receipt import Receipt, read_receipt
+
+RECEIPT = "receipt.json"
+NAME_ONE = "name a receipt, or a run's folder such as runs/0123456789abcdef"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is to be verified: a run and, where it is finished, its receipt."""
+
+    name: str
+    run: Path
+    identity: dict[str, Any]
+    config: Config
+    receipt: Receipt | None
+
+
+def read_claim(what: Path, runs: Path) -> Claim:
+    """Read what is to be verified: a receipt, a folder with one, or the folder of a run that is not finished."""
+    path = what / RECEIPT if what.is_dir() else what
+    if not path.exists():
+        return _unfinished(what)
+    receipt = read_receipt(path, NAME_ONE)
+    run = what if (what / "journal.jsonl").exists() else runs / receipt.fingerprint
+    if not receipt.identity:
+        raise DataError(f"{path}: is from a version of this code that wrote less; {NAME_ONE}")
+    found = digest(receipt.identity)[:16]
+    if found != receipt.fingerprint:
+        raise DataError(f"{path}: was altered: its fingerprint is {receipt.fingerprint}, and that of its identity {found}")
+    return Claim(str(path), run, receipt.identity, _config_of(receipt.parameters, path), receipt)
+
+
+def _unfinished(run: Path) -> Claim:
+    """Read the folder of a run that has no receipt yet."""
+    header = last(run / "journal.jsonl", "run") if (run / "journal.jsonl").is_file() else {}
+    try:
+        identity = json.loads((run / IDENTITY).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        identity = None
+    if not header or not isinstance(identity, dict):
+        raise ConfigError(f"{run}: is neither a receipt nor the folder of a run; {NAME_ONE}")
+    values: dict[str, Any] = {}
+    for name, value in header["params"].items():
+        section, _, key = name.partition(".")
+        values |= {section: values.get(section, {}) | {key: value}} if key else {section: value}
+    return Claim(str(run), run, identity, _config_of(values, run), None)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _config_of(parameters: dict[str, Any], source: Path) -> Config:
+    try:
+        return Config.model_validate(parameters)
+    except ValidationError as error:
+        key = ".".join(map(str, error.errors()[0]["loc"]))
+        raise DataError(f"{source}: is from another version of this code (parameters: {key})") from None
