@@ -80,7 +80,7 @@ def test_a_killed_rank_of_a_worker_is_named_and_its_job_starts_again(tmp_path: P
 @pytest.mark.slow
 @pytest.mark.fault(38, "a checkpoint that takes 9 s to write, with a timeout of 5 s, on two machines")
 def test_a_worker_waits_for_a_checkpoint_that_takes_longer_than_a_rank_may_stand_still(tmp_path: Path) -> None:
-    job = Job(tmp_path, dist__timeout_seconds=5, checkpoint__every_steps=11, train__epochs=1)
+    job = Job(tmp_path, dist__timeout_seconds=10, checkpoint__every_steps=11, train__epochs=1)
     train = (sys.executable, "-m", "tests.kit.faulty", "train", "--params", str(job.leading.params))
     worker, leader = job.join(), job.lead(*train, FAULT="disk:0:0")
     code, said = end(leader)

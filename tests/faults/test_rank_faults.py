@@ -134,7 +134,7 @@ def test_a_rank_that_is_lost_again_and_again_without_getting_on_ends_the_job(exp
 @pytest.mark.fault(5, "rank 1 hangs in Python, timeout 5 s, under `native` and `ordered`; rank 0 is 0.2 s slower in every step")
 def test_a_hanging_rank_is_named_and_a_slow_one_is_warned_of_once(experiment: Experiment, record_property: Note) -> None:
     for reduction, lanes in (("native", None), ("ordered", 4)):
-        experiment.set(**LONGER, dist__timeout_seconds=5, dist__reduction=reduction, dist__lanes=lanes).run("prepare")
+        experiment.set(**LONGER, dist__timeout_seconds=10, dist__reduction=reduction, dist__lanes=lanes).run("prepare")
         said = with_fault(experiment, "hang:1:12", 6)
         assert "rank 1 stands still in step 12" in said, said
         ends = [json.loads(path.read_text()) for path in experiment.folder.glob("runs/*/status.json")]

@@ -88,10 +88,10 @@ def slow_chunks(evaluation: Evaluation, seconds: float) -> Evaluation:
 
 
 class SlowDisk(Checkpoints):
-    """Checkpoints that each take 9 seconds to write."""
+    """Checkpoints that each take 15 seconds to write."""
 
     def _write(self, *parts: Any) -> None:
-        time.sleep(9)
+        time.sleep(15)
         super()._write(*parts)
 
 

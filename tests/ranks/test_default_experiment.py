@@ -1,4 +1,4 @@
-"""The experiment that is shipped, on the data that it is shipped for: one epoch of it has the same bits on 1, 2 and 4 ranks."""
+"""The experiment that is shipped, on the data that it is shipped for: one epoch of it has the same bits on 1 and 4 ranks."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def test_the_shipped_experiment_has_the_same_bits_on_any_ranks(tmp_path: Path, r
     assert prepare.run(on(2), paths) == 0
     precision = resolve(on(2), machine.detect()).precision
     digests: set[str] = set()
-    for size in (1, 2, 4):
+    for size in (1, 4):
         job = Job(config=on(size), device="cpu", backend="gloo", precision=precision, prepared=paths.prepared, run=tmp_path / f"{size}")
         digests.update(result for (result,) in run_ranks(size, (trained, (job,))))
         accuracy = [line["values"]["validation/accuracy"] for line in read(job.journal) if "validation/accuracy" in line.get("values", {})]
