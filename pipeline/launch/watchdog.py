@@ -58,12 +58,12 @@ class Watchdog:
         snapshots = {local: snapshot for local in range(self._ranks) if folder and (snapshot := heartbeat.read(folder / str(local)))}
         alive = {local: snapshot for local, snapshot in snapshots.items() if self._is_alive(snapshot.pid)}
         if snapshots != self._seen or (snapshots and not alive):
-            self._seen, self._changed_at = snapshots, now
+            self._seen, self._changed_at, self._hung_attempt = snapshots, now, -1
         self._complete_at = now if len(alive) == len(snapshots) else self._complete_at
         self._alive = alive
         self._warn_of_slow(alive, since, now)
-        # Importing torch and writing the model may take longer than a step.
-        stepping = len(alive) == self._ranks and all(snapshot.phase not in (FINISHING, LEAVING) for snapshot in alive.values())
+        # Imports, all that comes before the first step, and writing the model may take longer than a step.
+        stepping = len(alive) == self._ranks and all(one.step >= 0 and one.phase not in (FINISHING, LEAVING) for one in alive.values())
         limit = self._limit if stepping else max(self._limit, START_SECONDS)
         idle = now - self._changed_at
         if alive and idle > limit / 4 and not self._warned_of_idle:
@@ -76,8 +76,8 @@ class Watchdog:
         return self._hung(alive, attempt, limit)
 
     def kill_ranks(self) -> None:
-        """Kill the ranks; the agent starts them again."""
-        for snapshot in self._alive.values():
+        """Kill the ranks, unless they have got on since they were found to hang; the agent starts them again."""
+        for snapshot in self._alive.values() if self._hung_attempt >= 0 else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(snapshot.pid, signal.SIGKILL)
 

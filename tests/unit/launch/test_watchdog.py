@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipeline import heartbeat
 from pipeline.launch import watchdog
 from pipeline.launch.failures import HUNG, Failure
 from pipeline.launch.restarts import RestartPolicy
@@ -19,7 +20,7 @@ from tests.kit.trainings import same_figures, wait_for_step
 from tests.kit.waiting import until
 
 Note = Callable[[str, object], None]
-# A process with a rank's heartbeat, and with nothing else of it: `computing`, `waiting`, `finishing` or `writing` in a step.
+# A process with a rank's heartbeat, and with nothing else of it: `computing`, `waiting`, `waking up`, `finishing` or `writing` in a step.
 RANK = """
 import sys, time
 from pathlib import Path
@@ -34,6 +35,10 @@ if doing == "finishing":
 elif doing == "writing":
     with heartbeat.beating():
         time.sleep(100)
+elif doing == "waking up":
+    heartbeat.waiting()
+    time.sleep(8)
+    heartbeat.computing(int(step) + 1)
 elif doing != "computing":
     getattr(heartbeat, doing)()
 time.sleep(100)
@@ -107,9 +112,12 @@ def test_a_rank_that_never_begins_is_noticed(start: Start, tmp_path: Path, monke
     assert "1 of 2 ranks here have not begun" in failure.cause
 
 
-def test_who_writes_the_model_is_given_longer_than_a_step(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("doing", "step"), [("finishing", 7), ("computing", -1), ("waiting", -1)])
+def test_who_begins_and_who_writes_the_model_is_given_longer_than_a_step(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doing: str, step: int
+) -> None:
     monkeypatch.setattr(watchdog, "START_SECONDS", 2)
-    start(0, "finishing", 7)
+    start(0, doing, step)
     started_at = time.monotonic()
     verdict(watching(tmp_path, 1, False, 0.1, lambda _: None))
     assert time.monotonic() - started_at > 2
@@ -134,6 +142,23 @@ def test_a_rank_that_waits_for_another_machine_is_no_cause_and_can_be_ended(star
     assert "waits in step 7 for another machine's" in failure.cause
     dog.kill_ranks()
     assert [process.wait(5) for process in processes] == [-9, -9]
+
+
+def test_who_has_got_on_since_is_not_ended_and_can_hang_again(start: Start, tmp_path: Path) -> None:
+    process = start(0, "waking up", 7)
+    dog = watching(tmp_path, 1, True, 0.5, lambda _: None)
+    assert verdict(dog).waiting
+    deadline = time.monotonic() + 30
+    while heartbeat.read(tmp_path / "job" / "attempt_0" / "0").step == 7:
+        assert time.monotonic() < deadline
+    # Sees it.
+    time.sleep(1)
+    assert dog.check() is None
+    dog.kill_ranks()
+    assert process.poll() is None
+    assert verdict(dog).step == 8
+    dog.kill_ranks()
+    assert process.wait(5) == -9
 
 
 def test_a_machine_that_only_leaves_waits_for_the_one_that_writes_the_model(
