@@ -18,7 +18,7 @@ from pipeline.report import plots
 from pipeline.runs.lock import run_lock
 from pipeline.stage import RankStage, errors_in_status, resolve_num_nodes, run_header
 from pipeline.timeouts import lock_seconds
-from pipeline.tracking.journal import Journal
+from pipeline.tracking.journal import Journal, last
 from pipeline.tracking.mirror_process import server_and_credentials
 from pipeline.tracking.receipt import Receipt, read_receipt
 
@@ -96,4 +96,14 @@ def report(job: Job, paths: Paths, class_names: list[str], step: int, journal: J
     for path in [*sorted(folder.glob("confusion.*")), *sorted(folder.glob("classes.*"))]:
         atomic_write(paths.plots / path.name, path.read_bytes())
         journal.event("artifact", path=path.relative_to(job.run).as_posix(), folder="plots")
+    describe(journal, job, figures)
     return f"test accuracy {figures['accuracy']:.4f} ({figures['correct']} of {figures['total']}), loss {figures['loss']:.4f}"
+
+
+def describe(journal: Journal, job: Job, figures: dict[str, Any]) -> None:
+    """Add the test accuracy to what people read first of this run, and the confusion matrix."""
+    before = last(job.journal, "description")
+    if before:
+        rows = [row for row in before["text"].splitlines() if not row.startswith("| test accuracy |")]
+        rows.append(f"| test accuracy | {figures['accuracy']:.4f} ({figures['correct']} of {figures['total']}) |")
+        journal.event("description", text="\n".join(rows), images=["plots/curves.png", "plots/confusion.png"])

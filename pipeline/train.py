@@ -118,9 +118,10 @@ def carry_out(job: Job, paths: Paths, lock: int, progress: Progress, facts: dict
         return f"best validation accuracy {receipt.best.validation_accuracy:.4f} in epoch {receipt.best.epoch}"
 
     name = f"{job.config.model.name} on {job.config.data.name} {facts['fingerprint'][:6]}"
-    return RankStage("train", job, paths, lock).run(
-        "pipeline.training.train_rank", run_header(job.config, name), receipts.tags(facts), progress, finish
-    )
+    manifest = store.read_manifest(job.prepared)
+    dataset = {"dataset": {"name": manifest.name, "digest": manifest.digest, "counts": manifest.counts}}
+    header = run_header(job.config, name) | dataset
+    return RankStage("train", job, paths, lock).run("pipeline.training.train_rank", header, receipts.tags(facts), progress, finish)
 
 
 def facts_of(config: Config, placement: Placement, manifest: store.Manifest, name: str, git: dict[str, Any]) -> dict[str, Any]:
@@ -190,12 +191,27 @@ def publish(run: Path, paths: Paths) -> Receipt:
     return receipt
 
 
+def described(job: Job, receipt: Receipt) -> str:
+    """Return what people read first of a finished run, as Markdown."""
+    best, dist = receipt.best, job.config.dist
+    rows = {
+        "best validation accuracy": f"{best.validation_accuracy:.4f} in epoch {best.epoch} of {job.config.train.epochs}",
+        "model and data": f"{job.config.model.name} on {job.config.data.name}",
+        "steps": f"{receipt.steps} of {dist.images_per_step} images, {job.precision}, {dist.strategy}, {dist.reduction}",
+        "SHA-256 of the weights": f"`{receipt.weights_sha256}`",
+        "fingerprint": f"`{receipt.fingerprint}`; compute it again: `python -m pipeline verify runs/{receipt.fingerprint}`",
+    }
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
 def journal_results(journal: Journal, job: Job, receipt: Receipt) -> None:
     """Journal what MLflow gets of a finished run."""
     atomic_write(job.run / "params.yaml", yaml.safe_dump(job.config.model_dump(), sort_keys=False).encode())
     best = {"best/validation_accuracy": receipt.best.validation_accuracy, "best/epoch": receipt.best.epoch}
     journal.metrics(best, receipt.best.step)
+    journal.metrics({"total/hours": receipts.elapsed_seconds(job.journal) / 3600}, receipt.steps)
     journal.event("tags", tags={"lockstep.weights_sha256": receipt.weights_sha256})
+    journal.event("description", text=described(job, receipt), images=["plots/curves.png"])
     for name in ("receipt.json", "params.yaml"):
         journal.event("artifact", path=name, folder=None)
     for path in sorted((job.run / "plots").glob("curves.*")):

@@ -1,6 +1,7 @@
 """The files of a run in MLflow: the checkpoints that it keeps, and the finished model."""
 
 import contextlib
+import json
 import os
 import socket
 from collections.abc import Generator
@@ -59,6 +60,16 @@ def _reporting(connection: Any, pipe: int) -> Any:
             return answer
 
     return Reporting
+
+
+def name_dataset(client: Any, run_id: str, dataset: dict[str, Any]) -> None:
+    """Name the prepared data set as what the run was trained on; a second time changes nothing."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    source = json.dumps({"name": dataset["name"]})
+    # As much of the digest as people tell apart.
+    found = Dataset(dataset["name"], dataset["digest"][:12], "prepared", source, profile=json.dumps(dataset["counts"]))
+    client.log_inputs(run_id, datasets=[DatasetInput(found, [InputTag("mlflow.data.context", "training")])])
 
 
 def send_checkpoints(client: Any, run_id: str, run: Path) -> None:

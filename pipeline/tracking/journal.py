@@ -31,6 +31,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "finished": {"step": int, "weights_sha256": str},
     "attempt-ended": {"elapsed_seconds": NUMBER},
     "tags": {"tags": dict},
+    "description": {"text": str, "images": list},
     "artifact": {"path": str},
     "model": {"path": str, "shape": list},
     "ended": {"at": int, "stage": str, "outcome": str},

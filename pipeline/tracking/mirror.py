@@ -21,6 +21,7 @@ from pipeline.files import locked
 from pipeline.stop_signals import STOP_SIGNALS
 from pipeline.tracking import artifacts
 from pipeline.tracking.database import opening
+from pipeline.tracking.experiment_page import prepare_page
 from pipeline.tracking.journal import CHECKPOINT, Tail, last, read
 from pipeline.tracking.mirror_state import State, database_of, error_line, read_state, server_id, write_error, write_state
 from pipeline.tracking.mlflow_flavor import Program
@@ -147,12 +148,16 @@ class Mirror:
         if not run_id:
             raise self._mlflow.MlflowException("the server has made a run without an id")
         self._client.log_batch(run_id, params=[self._param(name, str(value)) for name, value in line["params"].items()])
+        if "dataset" in line:
+            artifacts.name_dataset(self._client, run_id, line["dataset"])
         self._state = replace(self._state, run_id=run_id, experiment_id=experiment)
 
     def _experiment(self, name: str) -> str:
-        experiment = self._client.get_experiment_by_name(name)
-        if experiment is not None:
-            return str(experiment.experiment_id)
+        experiment = self._client.get_experiment_by_name(name) or self._client.get_experiment(self._new_experiment(name))
+        prepare_page(self._client, experiment)
+        return str(experiment.experiment_id)
+
+    def _new_experiment(self, name: str) -> str:
         # With a server, the server says where artifacts go.
         uri = self._mlflow.get_tracking_uri()
         # Beside a local database, else beside runs/, wherever that is now: a journal from elsewhere names another folder.
@@ -169,6 +174,10 @@ class Mirror:
 
     def _on_tags(self, line: dict[str, Any]) -> None:
         self._client.log_batch(self._state.run_id, tags=[self._tag(name, str(value)) for name, value in line["tags"].items()])
+
+    def _on_description(self, line: dict[str, Any]) -> None:
+        images = (f"![{path}](get-artifact?path={path}&run_uuid={self._state.run_id})" for path in line["images"])
+        self._on_tags({"tags": {"mlflow.note.content": "\n\n".join([line["text"], *images])}})
 
     def _on_artifact(self, line: dict[str, Any]) -> None:
         with artifacts.uploading():

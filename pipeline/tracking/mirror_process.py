@@ -17,6 +17,7 @@ import psutil
 from pipeline.config import ConfigError
 from pipeline.files import Paths
 from pipeline.tracking.artifacts import ANSWERS
+from pipeline.tracking.experiment_page import WORKFLOW
 from pipeline.tracking.journal import last
 from pipeline.tracking.mirror_state import database_of, read_state, server_id, write_error
 
@@ -79,7 +80,7 @@ def server_and_credentials(paths: Paths) -> tuple[str, dict[str, str]]:
 def address(run: Path, paths: Paths) -> str:
     """Return where people see the run."""
     state, (uri, _) = read_state(run), server_and_credentials(paths)
-    page = f"#/experiments/{state.experiment_id}/runs/{state.run_id}"
+    page = f"#/experiments/{state.experiment_id}/runs/{state.run_id}?{WORKFLOW}"
     if uri.startswith("http"):
         # In containers the server has one name for them and another for people.
         return f"{(os.environ.get('LOCKSTEP_UI') or uri).rstrip('/')}/{page}"

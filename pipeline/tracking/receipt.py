@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipeline.config import DataError
+from pipeline.config import DataError, digest
 from pipeline.tracking.journal import metrics_by_step, read
 
 CODE = Path(__file__).parents[2]
@@ -106,11 +106,20 @@ def elapsed_seconds(journal: Path) -> float:
     return round(sum(line["elapsed_seconds"] for line in read(journal) if line["kind"] == "attempt-ended"), 3)
 
 
+def comparable(identity: dict[str, Any]) -> str:
+    """Return what runs share that differ in seed and placement alone: 16 hexadecimal digits."""
+    of_placement = {"world_size", "nodes", "accumulation", "backend", "replicas"}
+    dist = {name: value for name, value in identity["dist"].items() if name not in of_placement}
+    return digest({name: value for name, value in identity.items() if name != "seed"} | {"dist": dist})[:16]
+
+
 def tags(facts: dict[str, Any]) -> dict[str, Any]:
     """Return the tags that runs are searched by in MLflow."""
     return {
         "lockstep.fingerprint": facts["fingerprint"],
         "lockstep.data_digest": facts["data_digest"],
+        "lockstep.comparable": comparable(facts["identity"]),
+        "lockstep.global_batch": facts["identity"]["dist"]["global_batch"],
         "lockstep.world_size": facts["placement"]["world_size"],
         "lockstep.backend": facts["placement"]["backend"],
         "lockstep.device": facts["device"],

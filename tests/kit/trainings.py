@@ -77,8 +77,8 @@ def same_figures(experiment: Experiment, other: Experiment, but: str | None = No
             (line["step"], name, value)
             for line in one.journal("metrics")
             for name, value in line["values"].items()
-            # `dvc repro` evaluates too.
-            if "per_second" not in name and not name.startswith("test/")
+            # `dvc repro` evaluates too; what is of one day and one machine is no figure of learning.
+            if "per_second" not in name and not name.startswith(("test/", "total/"))
         ]
         for one in (experiment, other)
     ]

@@ -21,6 +21,7 @@ from pipeline.data import store
 from pipeline.data.batches import Pixels, chunks
 from pipeline.hardware import machine
 from pipeline.params import load
+from pipeline.tracking.receipt import comparable
 from tests.kit.experiment import ROOT, Experiment
 from tests.kit.trainings import status
 
@@ -48,6 +49,7 @@ def test_train_and_evaluate_make_one_run_that_tells_all(experiment: Experiment) 
     client = mlflow.MlflowClient()
     (run,) = [run for one in client.search_experiments() for run in client.search_runs([one.experiment_id])]
     check_run(run, experiment.json("models/receipt.json"), found[0])
+    check_page(client.get_experiment(run.info.experiment_id))
     names = {
         artifact.path for folder in ("", "plots", "checkpoints") for artifact in client.list_artifacts(run.info.run_id, folder or None)
     }
@@ -128,6 +130,7 @@ def check_run(run: mlflow.entities.Run, receipt: dict[str, Any], found: dict[str
         "validation/accuracy",
         "validation/top5_accuracy",
         "best/validation_accuracy",
+        "total/hours",
     }
     assert wanted <= run.data.metrics.keys()
     assert run.data.params["train.learning_rate"] == "0.05"
@@ -137,6 +140,27 @@ def check_run(run: mlflow.entities.Run, receipt: dict[str, Any], found: dict[str
     assert (tags["lockstep.world_size"], tags["lockstep.backend"]) == ("2", "gloo")
     assert tags["mlflow.source.git.commit"] == receipt["git"]["commit"]
     assert tags["dvc.experiment"] == "named-by-dvc"
+    assert tags["lockstep.comparable"] == comparable(receipt["identity"])
+    note = tags["mlflow.note.content"]
+    assert receipt["weights_sha256"] in note
+    assert note.count("| test accuracy |") == 1 and f"{found['accuracy']:.4f}" in note
+    for name in ("curves", "confusion"):
+        assert f"![plots/{name}.png](get-artifact?path=plots/{name}.png&run_uuid={run.info.run_id})" in note
+    (dataset,) = [one.dataset for one in run.inputs.dataset_inputs]
+    assert dataset.digest == receipt["data_digest"][:12]
+
+
+def check_page(experiment: mlflow.entities.Experiment) -> None:
+    """MLflow opens the experiment as model training, and a link shows its runs with columns that they have."""
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+    assert (
+        f"#/experiments/{experiment.experiment_id}/runs?workflowType=machine_learning&viewStateShareKey=lockstep"
+        in (experiment.tags["mlflow.note.content"])
+    )
+    (run,) = mlflow.MlflowClient().search_runs([experiment.experiment_id])
+    columns = json.loads(experiment.tags["mlflow.sharedViewState.lockstep"])["selectedColumns"]
+    for kind, held in (("metrics", run.data.metrics), ("params", run.data.params), ("tags", run.data.tags)):
+        assert {column.split("`")[1] for column in columns if column.startswith(f"{kind}.")} <= held.keys()
 
 
 ALONE = """
