@@ -182,7 +182,8 @@ def test_when_dvc_is_killed_training_stops_resumable_and_leaves_no_orphan(number
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
         process.wait(30)
-        _, alive = psutil.wait_procs(children, timeout=30)
+        # A slow machine takes its time for what MLflow has yet to hear.
+        _, alive = psutil.wait_procs(children, timeout=90)
         assert not alive
         status = json.loads((journal.parent / "status.json").read_text())
         assert (status["outcome"], status["exit_code"]) == ("stopped", 75)

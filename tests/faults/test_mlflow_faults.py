@@ -53,11 +53,12 @@ def in_mlflow(uri: str, tag: str) -> dict[str, Any]:
     metrics = {
         name: sorted((one.step, one.value) for one in client.get_metric_history(run.info.run_id, name))
         for name in run.data.metrics
-        if "per_second" not in name
+        if "per_second" not in name and name != "total/hours"
     }
-    tags = {name: value for name, value in run.data.tags.items() if name not in OWN_TAGS}
+    tags = {name: value.replace(run.info.run_id, "RUN") for name, value in run.data.tags.items() if name not in OWN_TAGS}
     models = len(client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'"))
     held = {"status": run.info.status, "params": run.data.params, "metrics": metrics, "tags": tags, "models": models}
+    held["data"] = [(one.dataset.name, one.dataset.digest) for one in run.inputs.dataset_inputs]
     return held | {"artifacts": artifacts(client, run.info.run_id)}
 
 
