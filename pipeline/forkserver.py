@@ -18,7 +18,7 @@ import time
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 import psutil
 
@@ -109,8 +109,16 @@ class SpawnServer:
         if words[:3] != RUN_MODULE:
             return None
         outputs = [str(Path(f"/proc/self/fd/{one}").readlink()) for one in (stdout, stderr)]
-        process = multiprocessing.get_context("spawn").Process(target=_run_spawned, args=(words, environment, outputs))
-        process.start()
+        process = multiprocessing.get_context("spawn").Process(target=_run_spawned, args=(words, environment, outputs), daemon=True)
+        # Before anything else it would import this process's main module, and with it torch.
+        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        try:
+            process.start()
+        finally:
+            sys.modules["__main__"] = main
+        # torchrun ends a rank by its process group.
+        while process.is_alive() and os.getpgid(process.pid or 0) != process.pid:
+            time.sleep(0.001)
         return Spawned(process)
 
 
@@ -137,12 +145,13 @@ class Spawned:
 
 
 def _run_spawned(words: list[str], environment: dict[str, str], outputs: list[str]) -> None:
+    os.setsid()
     for descriptor, path in enumerate(outputs, 1):
         # A pipe or a terminal is this process's own already.
         if path.startswith("/") and not path.startswith("/dev/"):
             with Path(path).open("a") as file:
                 os.dup2(file.fileno(), descriptor)
-    os.setsid()
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore
     os.environ.clear()
     os.environ |= environment
     # As much as there is room for.

@@ -169,10 +169,14 @@ def open_store(init_method: str, at_address: bool, on_leader: bool, timeout: tim
     kind, _, place = init_method.partition("://")
     attempt = f"{port} {os.environ['TORCHELASTIC_RESTART_COUNT'] if os.environ['GROUP_WORLD_SIZE'] == '1' else ''}"
     if kind == "file":
-        if not Path(place).parent.is_dir() or Path(place).is_dir():
-            raise MachineError(f"dist.init_method: {place} can be no file of this machine; name one in a folder that all machines share")
+        if not can_be_store(Path(place)):
+            raise MachineError(
+                f"dist.init_method: {place} can be no file of ranks here; name a new one in a folder that all machines share"
+            )
         # It stays, with keys of other attempts and runs.
-        return PrefixStore(attempt, dist.FileStore(place, -1))  # pyright: ignore[reportPrivateImportUsage]
+        store = dist.FileStore(place, -1)  # pyright: ignore[reportPrivateImportUsage]
+        store.set_timeout(timeout)
+        return PrefixStore(attempt, store)
     if kind == "tcp":
         address, _, port = place.rpartition(":")
         address = address.strip("[]")
@@ -187,6 +191,17 @@ def open_store(init_method: str, at_address: bool, on_leader: bool, timeout: tim
         raise MachineError(f"dist.init_method: {init_method}: {why}; name a free port of the leader, which this machine reaches") from None
     store.set_timeout(timeout)
     return PrefixStore(attempt, store) if kind == "tcp" else store
+
+
+def can_be_store(path: Path) -> bool:
+    """Return True if torch can keep a store in this file: one of its own, or none yet; with any other file it would never end."""
+    try:
+        with path.open("a+b") as file:
+            file.seek(0)
+            # It begins with the length of its first key.
+            return int.from_bytes(file.read(4), "little") < 1 << 12
+    except OSError:
+        return False
 
 
 def init_group(device_type: str, backend: str, info: Rendezvous, timeout_seconds: float) -> Ranks:

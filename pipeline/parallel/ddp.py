@@ -54,19 +54,21 @@ class Ddp(Replicated):
                 self._buffers.after_lane(lane)
                 if last and self._gradients is None:
                     loss.register_hook(self._waits_after_backward)
+                    # Before DDP waits for it in vain, also where an earlier micro-batch has given it a gradient.
+                    self._check([] if self._find_unused else absent(loss, self._wanted.values()))
                 loss = scaled(loss, self._scale)
                 (with_all(loss, self._wanted.values()) if self._find_unused else loss).backward()  # pyright: ignore
-            self._check()
+            self._check([one for one in self._wanted.values() if one.grad is None])
             rows.append(row)
             if self._gradients is not None and not last:
                 self._gradients.keep(lane)
         self._buffers.finish()
         return Totals(rows, self._lanes, self._ranks)
 
-    def _check(self) -> None:
-        """ConfigError if a parameter has no gradient: DDP would wait for it in vain."""
-        for name, parameter in self._wanted.items():
-            if parameter.grad is None:
+    def _check(self, missing: list[Tensor]) -> None:
+        """ConfigError if a parameter takes no part in the loss: DDP would wait for its gradient in vain."""
+        for name, parameter in self._wanted.items() if missing else ():
+            if parameter is missing[0]:
                 raise ConfigError(f"model: {name} took no part in the loss; set dist.find_unused_parameters: true, or remove it")
 
     def _waits_after_backward(self, _: Tensor) -> None:
@@ -74,8 +76,8 @@ class Ddp(Replicated):
         Variable._execution_engine.queue_callback(self._ranks.heartbeat.waiting)  # pyright: ignore
 
 
-def with_all(loss: Tensor, parameters: Iterable[Tensor]) -> Tensor:
-    """The same loss, of which those parameters are a part too, with gradients of zeros, that were not."""
+def absent(loss: Tensor, parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The parameters that take no part in a loss."""
     found, nodes = set[Any](), [loss.grad_fn]
     taking_part: set[Tensor] = set()
     while nodes:
@@ -85,5 +87,10 @@ def with_all(loss: Tensor, parameters: Iterable[Tensor]) -> Tensor:
         further = [one for one, _ in node.next_functions if one is not None and one not in found]
         found.update(further)
         nodes += further
-    nothing = [one.unsqueeze(0)[:0].sum() for one in parameters if one not in taking_part]
+    return [one for one in parameters if one not in taking_part]
+
+
+def with_all(loss: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+    """The same loss, of which those parameters are a part too, with gradients of zeros, that were not."""
+    nothing = [one.unsqueeze(0)[:0].sum() for one in absent(loss, parameters)]
     return loss + torch.stack(nothing).sum() if nothing else loss

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,6 +35,19 @@ class Branches(nn.Module):
         if lane == 1:
             found = found + self.lane(images.flatten(1))
         return found + self.step(images.flatten(1)) if step == 1 else found
+
+
+class Early(nn.Module):
+    """A layer for the first of two micro-batches alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.every, self.early = nn.Linear(WIDTH, 10), nn.Linear(WIDTH, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        found = self.every(images.flatten(1))
+        return found + self.early(images.flatten(1)) if int(images[0, 0, 0, 1]) % 2 == 0 else found
 
 
 class Never(nn.Sequential):
@@ -167,6 +181,15 @@ def test_with_accumulation_each_micro_batch_has_the_statistics_of_all_ranks(run_
     # Rank 0 has the first half of the images and not every other one: other micro-batches, the same on both ranks.
     assert found[0][0][0] == found[1][0][0] != pytest.approx(losses, rel=NATIVE_TOLERANCE)
     assert all(torch.equal(value, found[1][0][1][key]) for key, value in found[0][0][1].items())
+
+
+def test_what_only_an_earlier_micro_batch_uses_is_named_in_its_step(run_ranks) -> None:
+    found = run_ranks(2, (with_strategy, (Early, "ddp", "native", torch.float64)))
+    assert found[0][0][1] == found[1][0][1]
+    named = run_ranks(2, (partial(with_strategy, find_unused_parameters=False), (Early, "ddp", "native", torch.float64)))
+    assert [one for (one,) in named] == [
+        "model: early.weight took no part in the loss; set dist.find_unused_parameters: true, or remove it"
+    ] * 2
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,23 @@ if __name__ == "__main__":
     assert "invalid literal for int() with base 10: 'no number'" in open("said").read()
     assert os.stat(f"/proc/{server.pid}")
 """
+SPAWNED_AND_ENDED_AT_ONCE = """
+if __name__ == "__main__":
+    server = forkserver.SpawnServer()
+    with open("said", "w") as said:
+        several = [server.start([*WORDS, word], dict(os.environ), said.fileno(), said.fileno()) for word in ("sleep", "print", "sleep")]
+    # As torchrun ends it, before it has imported anything.
+    os.killpg(several[0].pid, signal.SIGTERM)
+    assert several[0].wait(20) == -signal.SIGTERM
+    assert several[1].wait(20) == 5
+    assert open("said").read() == "printed\\n"
+    # The third does not hold up the end of this process.
+"""
 DOING = """
 import os, sys, time
+if sys.argv[1:] == ["print"]:
+    print("printed")
+    os._exit(5)
 if "PATH" in os.environ and "LOCAL_RANK" in os.environ:
     print("PATH")
 if sys.argv[1:] == ["sleep"]:
@@ -86,9 +101,10 @@ sys.exit(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
 """
 
 
-@pytest.mark.parametrize(
-    "code", [STANDS_STILL, TOO_LONG, NOBODY_WAITS_FOR_CHILDREN, ANOTHER_MODULE, SEVERAL, ENDED_BY_A_SIGNAL_AND_SLOW, SPAWNED]
-)
+ENDED = (ENDED_BY_A_SIGNAL_AND_SLOW, SPAWNED, SPAWNED_AND_ENDED_AT_ONCE)
+
+
+@pytest.mark.parametrize("code", [STANDS_STILL, TOO_LONG, NOBODY_WAITS_FOR_CHILDREN, ANOTHER_MODULE, SEVERAL, *ENDED])
 def test_a_request_is_a_process_or_none(tmp_path: Path, code: str) -> None:
     (tmp_path / "doing.py").write_text("if __name__ == '__main__':\n" + "".join(f"    {line}\n" for line in DOING.strip().splitlines()))
     environment = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin:/bin"}

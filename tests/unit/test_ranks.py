@@ -82,9 +82,11 @@ def test_an_address_that_cannot_be_used_is_said_in_one_line(tmp_path: Path) -> N
             ranks.open_store(taken, False, True, timedelta(seconds=60))
     with pytest.raises(MachineError, match=rf"^dist\.init_method: {taken}: .*timed out after 1000ms.*; name a free port of the leader"):
         ranks.open_store(taken, True, False, timedelta(seconds=60))
-    for place in (tmp_path / "none" / "meeting", tmp_path):
-        with pytest.raises(MachineError, match=rf"^dist\.init_method: {place} can be no file of this machine; name one in a folder"):
+    (tmp_path / "params.yaml").write_text("seed: 1")
+    for place in (tmp_path / "none" / "meeting", tmp_path, tmp_path / "params.yaml", Path("/sys/nofile")):
+        with pytest.raises(MachineError, match=rf"^dist\.init_method: {place} can be no file of ranks here; name a new one in a folder"):
             ranks.open_store(f"file://{place}", True, True, timedelta(seconds=60))
+    assert (tmp_path / "params.yaml").read_text() == "seed: 1"
 
 
 @pytest.mark.usefixtures("attempt")
