@@ -58,8 +58,8 @@ def in_mlflow(uri: str, tag: str) -> dict[str, Any]:
     tags = {name: value.replace(run.info.run_id, "RUN") for name, value in run.data.tags.items() if name not in OWN_TAGS}
     models = len(client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'"))
     held = {"status": run.info.status, "params": run.data.params, "metrics": metrics, "tags": tags, "models": models}
-    held["data"] = [(one.dataset.name, one.dataset.digest) for one in run.inputs.dataset_inputs]
-    return held | {"artifacts": artifacts(client, run.info.run_id)}
+    data = [(one.dataset.name, one.dataset.digest) for one in run.inputs.dataset_inputs]
+    return held | {"data": data, "artifacts": artifacts(client, run.info.run_id)}
 
 
 def artifacts(client: mlflow.MlflowClient, run_id: str) -> dict[str, str]:
@@ -86,8 +86,7 @@ def late_seconds(experiment: Experiment, process: subprocess.Popen[str]) -> tupl
 
 
 def warned_once(said: str) -> None:
-    assert said.count("MLflow does not have all of it yet") == 1, said
-    assert "To catch up: python -m pipeline sync" in said
+    assert said.count("MLflow does not have all of it yet") == 1 and "To catch up: python -m pipeline sync" in said, said
 
 
 @pytest.mark.parametrize("when", ["start", "middle", "end"])
