@@ -12,7 +12,7 @@ from safetensors.torch import save as plain_save
 from torch import Tensor, nn
 
 from pipeline.files import atomic_write
-from pipeline.training.checkpoint_file import TensorFile, facts_of, proven, weights_sha256
+from pipeline.training.checkpoint_file import TYPES, TensorFile, facts_of, proven, weights_sha256
 from tests.unit.training.test_checkpoint import packed
 
 TENSORS: dict[str, Tensor] = {
@@ -38,9 +38,6 @@ def test_the_digest_of_a_model_is_the_one_of_earlier_versions() -> None:
     assert weights_sha256(TENSORS) == sha256(b"".join(plain))
 
 
-KINDS = (torch.int64, torch.float64, torch.float32, torch.int32, torch.bfloat16, torch.float16, torch.uint8, torch.bool)
-
-
 def put(folder: Path, content: bytes) -> Path:
     path = folder / "one.safetensors"
     path.write_bytes(content)
@@ -59,7 +56,7 @@ def test_a_file_holds_its_tensors_and_what_is_known_of_them(tmp_path: Path) -> N
 
 
 def test_a_file_is_the_one_that_safetensors_writes_of_all_at_once(tmp_path: Path) -> None:
-    every = {str(kind): torch.ones(3).to(kind) for kind in KINDS} | TENSORS | {"\u00fc": torch.ones(1)}
+    every = {str(kind): torch.ones(3).to(kind) for kind in TYPES} | TENSORS | {"\u00fc": torch.ones(1)}
     content = packed(every, step="7")
     plain = {name: value.detach().contiguous() for name, value in every.items()}
     assert plain_save(plain, {"lockstep": json.dumps(facts_of(put(tmp_path, content)))}) == content
