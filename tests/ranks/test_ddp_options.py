@@ -145,13 +145,19 @@ def without(group: Any, *arguments: Any) -> Any:
     return with_strategy(group, *rest, **changes)
 
 
-def curve(group: Any, strategy: str, accumulation: int, sync: bool) -> tuple[list[float], dict[str, Tensor]]:
+def as_two_ranks_have_them(step: int, lane: int) -> tuple[Tensor, Tensor]:
+    """The images of a micro-batch of both ranks, where each has two."""
+    mine, other = (batch_of(4, CPU, torch.float64)(step, lane + before) for before in (0, 2))
+    return torch.cat([mine[0], other[0]]), torch.cat([mine[1], other[1]])
+
+
+def curve(group: Any, strategy: str, accumulation: int, sync: bool, read: Any = None) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of some steps, weights and statistics under native."""
     # One whose average is of all steps, one without weights, and one as usual.
     first, last = nn.BatchNorm2d(1, momentum=None), nn.BatchNorm1d(10, affine=False)
     model = nn.Sequential(first, make_model("lenet", CPU), last, nn.Sigmoid(), nn.BatchNorm1d(10)).double()
     lanes = Lanes([accumulation] * group.size, group.rank, BATCH)
-    task = Task(model, batch_of(lanes.count, CPU, torch.float64), 3, 0.1, nullcontext)
+    task = Task(model, read or batch_of(lanes.count, CPU, torch.float64), 3, 0.1, nullcontext)
     settings = Dist.model_construct(strategy=strategy, reduction="native", sync_batchnorm=sync)
     built = parallel.build(task, lanes, group, settings)
     losses: list[float] = []
@@ -176,11 +182,12 @@ def test_statistics_are_those_of_one_process_with_the_whole_batch(strategy: str,
 
 
 def test_with_accumulation_each_micro_batch_has_the_statistics_of_all_ranks(run_ranks) -> None:
-    (((losses, _),),) = run_ranks(1, (curve, ("ddp", 2, True)))
-    found = run_ranks(2, (curve, ("ddp", 2, True)))
-    # Rank 0 has the first half of the images and not every other one: other micro-batches, the same on both ranks.
-    assert found[0][0][0] == found[1][0][0] != pytest.approx(losses, rel=NATIVE_TOLERANCE)
-    assert all(torch.equal(value, found[1][0][1][key]) for key, value in found[0][0][1].items())
+    (((losses, expected),),) = run_ranks(1, (curve, ("ddp", 2, True, as_two_ranks_have_them)))
+    for (found_losses, found), (other, _) in run_ranks(2, (curve, ("ddp", 2, True)), (curve, ("ddp", 2, False))):
+        assert found_losses == pytest.approx(losses, rel=NATIVE_TOLERANCE)
+        assert other != pytest.approx(losses, rel=1e-6)
+        for key, value in expected.items():
+            assert (found[key] - value).norm() <= NATIVE_TOLERANCE * value.norm(), key
 
 
 def test_what_only_an_earlier_micro_batch_uses_is_named_in_its_step(run_ranks) -> None:
