@@ -33,6 +33,7 @@ INSTEAD = {
 # Commands that stand in sentences and tables only, and who runs them.
 ELSEWHERE = {
     "make lint": ".ci/run",
+    "make ui IN=FOLDER": "`make ui`, in the README, with the folder that it has by itself",
     "make test-fast": "tests/containers/test_other_system.py",
     "make test-all": ".ci/run",
     "make test-systems": ".ci/run",
