@@ -1,6 +1,7 @@
 """The verify command: a result is computed once more, whole or in part, and compared bit for bit."""
 
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.config import Config, ConfigError, DataError
+from pipeline.config import Config, ConfigError, DataError, MachineError
 from pipeline.console import Progress
 from pipeline.data import store
 from pipeline.files import Paths
@@ -46,7 +47,19 @@ def run(_: Config, paths: Paths, result: Path | None, everything: bool, **asked:
     results = sorted(path.parent for path in paths.runs.glob(f"*/{RECEIPT}")) if everything else [result or paths.models]
     if not results:
         raise ConfigError(f"{paths.runs}: no run is finished; run: python -m pipeline train")
-    return max(verified(read_claim(one, paths.runs), paths, **asked) for one in results)
+    if not everything:
+        return verified(read_claim(results[0], paths.runs), paths, **asked)
+    codes: list[int] = []
+    for one in results:
+        try:
+            codes.append(verified(read_claim(one, paths.runs), paths, **asked))
+        except (ConfigError, DataError, MachineError) as error:
+            # The others may be sound.
+            print(error, file=sys.stderr)
+            codes.append(error.exit_code)
+        if codes[-1] == STOPPED:
+            break
+    return max(codes)
 
 
 def on_ranks(config: Config, world_size: int | None) -> Config:

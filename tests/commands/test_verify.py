@@ -114,6 +114,24 @@ def test_a_flipped_bit_is_named_and_nothing_is_computed(copy: Copy) -> None:
     assert not (experiment.run_folder / "verify").exists()
 
 
+def test_a_damaged_run_keeps_no_other_from_being_verified(copy: Copy, capsys: pytest.CaptureFixture[str]) -> None:
+    experiment = copy()
+    damaged = experiment.run_folder
+    other = damaged.with_name("f" * 16)
+    shutil.copytree(damaged, other)
+    (damaged / "receipt.json").write_text("{}")
+
+    def of_another_torch(values: dict[str, Any]) -> None:
+        values["identity"]["versions"]["torch"] = "2.11.0"
+        values["fingerprint"] = digest(values["identity"])[:16]
+
+    alter(other / "receipt.json", of_another_torch)
+    assert verify.run(Config(), Paths(experiment.params), None, True, from_step=0, steps=None, world_size=None) == 4
+    said = capsys.readouterr()
+    assert f"{damaged / 'receipt.json'}: is damaged" in said.err
+    assert f"{other / 'receipt.json'}: not comparable because versions.torch" in said.out
+
+
 def test_what_cannot_be_compared_is_refused(finished: Experiment) -> None:
     asked: list[tuple[dict[str, Any], str]] = [
         ({"from_step": 7}, r"^--from-step: .* has no checkpoint of step 7; it has those of \[20, 22\]$"),
