@@ -1,5 +1,6 @@
 """The prepare stage: a data set, found, checked, split and packed."""
 
+import hashlib
 import logging
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from numpy.typing import NDArray
 
 from pipeline import data
 from pipeline.config import Config, DataError, draw_seed
-from pipeline.data import Split, store
+from pipeline.data import Raw, Split, store
 from pipeline.files import Paths
 
 log = logging.getLogger(__name__)
@@ -19,16 +20,26 @@ def run(config: Config, paths: Paths, folder: Path | None = None) -> int:
     source = paths.root / config.data.root if config.data.root else None
     argument = config.data.name.partition(":")[2] or None
     raw = data.load(config.data.name, data.Request(source, paths.downloads, config.seed, argument))
+    source_sha256 = None if raw.depends_on_seed else _sha256(raw)
     train, validation = _hold_out(raw.train, config.data.validation_share, config.seed)
     splits = {"train": train, "validation": validation, "test": raw.test}
     if config.data.image_size is not None:
         splits = {name: Split(resize(split.images, config.data.image_size), split.labels) for name, split in splits.items()}
-    manifest = store.write(folder or paths.prepared, store.made_for(config), splits, raw.class_names)
+    manifest = store.write(folder or paths.prepared, store.made_for(config), splits, raw.class_names, source_sha256)
     counts = ", ".join(f"{count} {name}" for name, count in manifest.counts.items())
     log.info(
         "prepared %s: %s images of %s in %d classes", config.data.name, counts, "x".join(map(str, manifest.shape)), manifest.num_classes
     )
     return 0
+
+
+def _sha256(raw: Raw) -> str:
+    """One SHA-256 over all images and labels of a source, whose shapes are in the manifest."""
+    found = hashlib.sha256()
+    for split in (raw.train, raw.test):
+        for array in split:
+            found.update(np.ascontiguousarray(array))
+    return found.hexdigest()
 
 
 def _hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:

@@ -47,7 +47,7 @@ def run(config: Config, paths: Paths, resume: Path | None = None) -> int:
     if steps_per_epoch == 0:
         counted = f"{manifest.counts['train']} training images do not fill a global batch of {config.dist.images_per_step}"
         raise ConfigError(f"dist.{config.dist.batch_key}: {counted}; lower it")
-    identity = run_identity(config, placement, manifest.digest)
+    identity = run_identity(config, placement, manifest.identity)
     name = fingerprint(identity)
     job = Job(
         config=config,

@@ -84,7 +84,7 @@ def verified(claim: Claim, paths: Paths, from_step: int, steps: int | None, worl
     config = a_gpu_each(resolve_num_nodes(on_ranks(claim.config, world_size)), here)
     placement = resolve(config, here)
     manifest = store.read_manifest(paths.prepared)
-    differing, source = differences(claim.identity, run_identity(config, placement, manifest.digest))
+    differing, source = differences(claim.identity, run_identity(config, placement, manifest.identity))
     if differing:
         return verdict(claim, NOT_COMPARABLE, f"not comparable because {'; '.join(differing)}")
     per_epoch = manifest.counts["train"] // config.dist.images_per_step

@@ -30,6 +30,8 @@ class Raw:
     train: Split
     test: Split
     class_names: list[str]
+    # Images drawn from the run's seed: another seed has others.
+    depends_on_seed: bool = False
 
 
 @dataclass(frozen=True)

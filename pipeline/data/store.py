@@ -31,6 +31,8 @@ class Manifest(BaseModel):
     mean: list[float]
     std: list[float]
     sha256: dict[str, str]
+    # Of what the source gave, before a share was held out by the seed; null where the source itself draws from the seed.
+    source_sha256: str | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -50,8 +52,19 @@ class Manifest(BaseModel):
         """One SHA-256 over the manifest, and so over all content."""
         return digest(self.model_dump(mode="json"))
 
+    @property
+    def identity(self) -> dict[str, str | None]:
+        """What a run's identity holds of its data."""
+        return {"prepared data": self.digest, "source data": self.source_sha256}
 
-def write(folder: Path, made_for: dict[str, str | int | float | None], splits: dict[str, Split], class_names: list[str]) -> Manifest:
+
+def write(
+    folder: Path,
+    made_for: dict[str, str | int | float | None],
+    splits: dict[str, Split],
+    class_names: list[str],
+    source_sha256: str | None = None,
+) -> Manifest:
     """Check and pack the splits, then put the whole folder in place at once."""
     name = str(made_for["data.name"])
     for split_name, split in splits.items():
@@ -72,7 +85,15 @@ def write(folder: Path, made_for: dict[str, str | int | float | None], splits: d
         counts = {split_name: len(split.labels) for split_name, split in splits.items()}
         shape = splits["train"].images.shape[1:]
         manifest = Manifest(
-            name=name, made_for=made_for, class_names=class_names, shape=shape, counts=counts, mean=mean, std=std, sha256=sha256s
+            name=name,
+            made_for=made_for,
+            class_names=class_names,
+            shape=shape,
+            counts=counts,
+            mean=mean,
+            std=std,
+            sha256=sha256s,
+            source_sha256=source_sha256,
         )
         (scratch / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
     return manifest

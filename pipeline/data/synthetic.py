@@ -20,4 +20,4 @@ def load(request: Request) -> Raw:
         noise = random.integers(0, 160, (size, 1, SIDE, SIDE))
         return Split((patterns[labels] + noise).astype(np.uint8), labels.astype(np.int64))
 
-    return Raw(split(count), split(count // 2), [f"pattern {number}" for number in range(NUM_CLASSES)])
+    return Raw(split(count), split(count // 2), [f"pattern {number}" for number in range(NUM_CLASSES)], depends_on_seed=True)

@@ -43,14 +43,14 @@ def _version_for_cuda(name: str) -> str:
     raise MachineError(f"{name}: not installed as a package, so it is unknown which one would compute on the GPU; run: make setup")
 
 
-def run_identity(config: Config, placement: Placement, data_digest: str) -> dict[str, Any]:
+def run_identity(config: Config, placement: Placement, data: dict[str, str | None]) -> dict[str, Any]:
     """All that a fingerprint is made of."""
     nccl = {"nccl": switches(NCCL_SWITCHES)} if _nccl_adds(config, placement.backend) else {}
     return (
         nccl
         | config.identity(placement.device_kind, placement.precision, placement.backend)
+        | data
         | {
-            "prepared data": data_digest,
             "versions": versions(config, placement.device, placement.backend),
             "source": source_digests(config),
         }

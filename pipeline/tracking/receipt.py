@@ -110,7 +110,8 @@ def comparable(identity: dict[str, Any]) -> str:
     """Return what runs share that differ in seed and placement alone: 16 hexadecimal digits."""
     of_placement = {"world_size", "nodes", "accumulation", "backend", "replicas"}
     dist = {name: value for name, value in identity["dist"].items() if name not in of_placement}
-    return digest({name: value for name, value in identity.items() if name != "seed"} | {"dist": dist})[:16]
+    # The seed decides which images are held out, and so the prepared data; the source of the data is the same.
+    return digest({name: value for name, value in identity.items() if name not in ("seed", "prepared data")} | {"dist": dist})[:16]
 
 
 def tags(facts: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import gzip
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,21 @@ def test_another_seed_holds_out_other_images() -> None:
     # Of two draws of a tenth, a tenth is in both.
     assert len(held[0]) == 100
     assert len(held[0] & held[2]) < 30
+
+
+def test_a_source_is_known_as_the_same_whatever_the_seed_holds_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = data.load("synthetic:1200", data.Request(None, tmp_path, 1, "1200"))
+    found = []
+    for source in (drawn, replace(drawn, depends_on_seed=False), replace(drawn, depends_on_seed=False, test=drawn.train)):
+        monkeypatch.setattr("pipeline.data.synthetic.load", lambda _, source=source: source)
+        for seed in (1, 2):
+            folder = tmp_path / str(len(found))
+            prepare.run(Config.model_validate(settings(seed=seed)), Paths(folder / "params.yaml"))
+            found.append(store.read_manifest(folder / "data" / "prepared").identity)
+    assert len({one["prepared data"] for one in found}) == 6
+    first, second, third, fourth, fifth, sixth = (one["source data"] for one in found)
+    assert first is second is None
+    assert third is not None and third == fourth != fifth == sixth
 
 
 @pytest.mark.parametrize("side", [12, 20, 40])

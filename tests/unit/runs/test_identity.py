@@ -16,7 +16,7 @@ NATIVE = {"dist__reduction": "native", "dist__lanes": None}
 
 
 def name(machine: Machine = NO_GPU, digest: str = "d", **changes) -> str:
-    return fingerprint(run_identity(config(**changes), resolve(config(**changes), machine), digest))
+    return fingerprint(run_identity(config(**changes), resolve(config(**changes), machine), {"prepared data": digest}))
 
 
 @pytest.mark.fault(22, "settings, data and device changed one at a time")
@@ -90,7 +90,7 @@ def test_versions_are_those_that_are_installed() -> None:
 def test_an_identity_is_of_settings_data_versions_and_source() -> None:
     settings, placed = config(), resolve(config(), NO_GPU)
     parts = {"prepared data": "d", "versions": versions(settings, "cpu", "gloo"), "source": source_digests(settings)}
-    assert run_identity(settings, placed, "d") == settings.identity(placed.device_kind, placed.precision, placed.backend) | parts
+    assert run_identity(settings, placed, {"prepared data": "d"}) == settings.identity(placed.device_kind, placed.precision, placed.backend) | parts
 
 
 def test_a_fingerprint_is_16_digits_of_the_identitys_digest() -> None:
