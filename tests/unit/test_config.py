@@ -3,7 +3,6 @@
 import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -39,19 +38,24 @@ WRONG = [
 ]
 
 
+def children_cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def run_train(params: Path) -> tuple[int, str, float]:
-    started_at = time.monotonic()
+    before_seconds = children_cpu_seconds()
     process = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "pipeline", "train", "--params", str(params)], cwd=ROOT, capture_output=True, text=True
     )
-    elapsed_seconds = time.monotonic() - started_at
+    cpu_seconds = children_cpu_seconds() - before_seconds
     imported = [line for line in process.stderr.splitlines() if line.startswith("import time:")]
     assert imported, process.stderr
     assert not any(line.split("|")[-1].strip() in ("torch", "mlflow") for line in imported)
     return (
         process.returncode,
         "\n".join(line for line in process.stderr.splitlines() if not line.startswith("import time:")),
-        elapsed_seconds,
+        cpu_seconds,
     )
 
 
@@ -60,11 +64,12 @@ def run_train(params: Path) -> tuple[int, str, float]:
 def test_a_wrong_setting_is_one_clear_line_within_two_seconds(changes, exit_code: int, parts: list[str], tmp_path: Path) -> None:
     params = tmp_path / "params.yaml"
     params.write_text(yaml.safe_dump(settings(**changes)))
-    code, said, elapsed_seconds = run_train(params)
+    code, said, cpu_seconds = run_train(params)
     assert code == exit_code, said
     assert len(said.splitlines()) == 1, said
     assert all(part in said for part in parts), said
-    assert elapsed_seconds < 2
+    # Of the CPU: how long it takes by the clock depends on what else runs.
+    assert cpu_seconds < 2
 
 
 @pytest.mark.parametrize(
@@ -148,10 +153,9 @@ def test_native_reduction_has_its_placement_in_the_identity() -> None:
 
 def seconds_of_the_processor(*command: str) -> float:
     """Of the processor, for others may keep it busy."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before_seconds = children_cpu_seconds()
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return children_cpu_seconds() - before_seconds
 
 
 @pytest.mark.parametrize("command", [["-c", "import pipeline.config"], ["-m", "pipeline", "--help"]])

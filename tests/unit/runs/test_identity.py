@@ -90,7 +90,10 @@ def test_versions_are_those_that_are_installed() -> None:
 def test_an_identity_is_of_settings_data_versions_and_source() -> None:
     settings, placed = config(), resolve(config(), NO_GPU)
     parts = {"prepared data": "d", "versions": versions(settings, "cpu", "gloo"), "source": source_digests(settings)}
-    assert run_identity(settings, placed, {"prepared data": "d"}) == settings.identity(placed.device_kind, placed.precision, placed.backend) | parts
+    assert (
+        run_identity(settings, placed, {"prepared data": "d"})
+        == settings.identity(placed.device_kind, placed.precision, placed.backend) | parts
+    )
 
 
 def test_a_fingerprint_is_16_digits_of_the_identitys_digest() -> None:
