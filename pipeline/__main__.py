@@ -23,6 +23,7 @@ COMMANDS = {
     "train": "train on all ranks, go on with a stopped training, or publish a finished one",
     "evaluate": "measure the published model on the test images",
     "verify": "compute a result again, on as many ranks as you like, and say whether every bit is the same",
+    "compare": "say which of several runs is best, in what they differ and whether that is fair, and write a page with their curves",
     "sync": "bring MLflow up to date with the journals of all runs",
     "lead": "run a command, such as dvc repro, whose training other machines take part in",
     "join": "take part in what a leader trains, and leave with its verdict",
@@ -102,6 +103,9 @@ def parser() -> argparse.ArgumentParser:
     each["verify"].add_argument("--world-size", type=number(1, 10000), metavar="N", help="on N ranks of this machine")
     each["verify"].add_argument("--from-step", type=number(0, 10**9), default=0, metavar="S", help="from the checkpoint of step S")
     each["verify"].add_argument("--steps", type=number(1, 10**9), metavar="K", help="K steps alone")
+    runs = "receipts, folders with one, runs' folders, or folders of runs (default: runs/)"
+    each["compare"].add_argument("results", nargs="*", type=Path, metavar="RUN", help=runs)
+    each["compare"].add_argument("--html", type=Path, metavar="FILE", help="where the page goes (default: compare.html beside params.yaml)")
     each["lead"].add_argument("--workers", type=number(0, 10000), help="machines beside this one (default: dist.nodes less one)")
     each["lead"].add_argument("--port", type=number(1, 65535), help="where workers join (default: 29400)")
     each["lead"].add_argument("--bind", metavar="ADDRESS", help="listen on this address alone (default: all; 127.0.0.1 without workers)")

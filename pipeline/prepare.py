@@ -38,7 +38,7 @@ def _sha256(raw: Raw) -> str:
     found = hashlib.sha256()
     for split in (raw.train, raw.test):
         for array in split:
-            found.update(np.ascontiguousarray(array))
+            found.update(np.ascontiguousarray(array).data)
     return found.hexdigest()
 
 

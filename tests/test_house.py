@@ -25,7 +25,7 @@ FLOORS = [
     {"launch", "training"},
     {"cluster", "doctor"},
     {"stage"},
-    {"prepare", "train", "evaluate", "sync", "verify"},
+    {"prepare", "train", "evaluate", "sync", "verify", "compare"},
     {"join"},
     {"lead"},
     {"__main__"},

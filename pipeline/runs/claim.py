@@ -23,8 +23,17 @@ class Claim:
     name: str
     run: Path
     identity: dict[str, Any]
-    config: Config
+    parameters: dict[str, Any]
     receipt: Receipt | None
+
+    @property
+    def config(self) -> Config:
+        """Its parameters, checked; DataError if this version of the code knows others."""
+        try:
+            return Config.model_validate(self.parameters)
+        except ValidationError as error:
+            key = ".".join(map(str, error.errors()[0]["loc"]))
+            raise DataError(f"{self.name}: is from another version of this code (parameters: {key})") from None
 
 
 def read_claim(what: Path, runs: Path) -> Claim:
@@ -39,7 +48,7 @@ def read_claim(what: Path, runs: Path) -> Claim:
     found = digest(receipt.identity)[:16]
     if found != receipt.fingerprint:
         raise DataError(f"{path}: was altered: its fingerprint is {receipt.fingerprint}, and that of its identity {found}")
-    return Claim(str(path), run, receipt.identity, _config_of(receipt.parameters, path), receipt)
+    return Claim(str(path), run, receipt.identity, receipt.parameters, receipt)
 
 
 def _unfinished(run: Path) -> Claim:
@@ -55,12 +64,4 @@ def _unfinished(run: Path) -> Claim:
     for name, value in header["params"].items():
         section, _, key = name.partition(".")
         values |= {section: values.get(section, {}) | {key: value}} if key else {section: value}
-    return Claim(str(run), run, identity, _config_of(values, run), None)  # pyright: ignore[reportUnknownArgumentType]
-
-
-def _config_of(parameters: dict[str, Any], source: Path) -> Config:
-    try:
-        return Config.model_validate(parameters)
-    except ValidationError as error:
-        key = ".".join(map(str, error.errors()[0]["loc"]))
-        raise DataError(f"{source}: is from another version of this code (parameters: {key})") from None
+    return Claim(str(run), run, identity, values, None)  # pyright: ignore[reportUnknownArgumentType]

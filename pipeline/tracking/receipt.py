@@ -44,6 +44,8 @@ class Receipt(BaseModel):
     data_digest: str
     parameters: dict[str, Any]
     precision: Literal["fp32", "bf16"]
+    placement: dict[str, Any] = {}
+    git: dict[str, Any] = {}
     journal: str
     mlflow_run_id: str | None
     steps: int

@@ -52,6 +52,7 @@ ELSEWHERE = {
     "make bench-gpu": "nobody: it needs a GPU",
     "python -m pipeline lead dvc repro": "tests/commands/test_lead.py, with a scheduler's variables",
     "python -m pipeline.launch.agent": "every training",
+    "python -m pipeline compare runs ../other/runs": "`python -m pipeline compare`, above; tests/commands/test_compare.py names folders",
 }
 
 
