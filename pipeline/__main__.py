@@ -24,6 +24,7 @@ COMMANDS = {
     "evaluate": "measure the published model on the test images",
     "verify": "compute a result again, on as many ranks as you like, and say whether every bit is the same",
     "compare": "say which of several runs is best, in what they differ and whether that is fair, and write a page with their curves",
+    "sweep": "train every combination of some values, the better half of them further, and the best to the end",
     "sync": "bring MLflow up to date with the journals of all runs",
     "lead": "run a command, such as dvc repro, whose training other machines take part in",
     "join": "take part in what a leader trains, and leave with its verdict",
@@ -97,6 +98,10 @@ def parser() -> argparse.ArgumentParser:
         )
     resume = "go on from this run's checkpoint; refused, with what differs, where it is another experiment (relative to the current folder)"
     each["train"].add_argument("--resume", type=Path, metavar="RUN", help=resume)
+    stop = "stop behind epoch N with a checkpoint and exit 75; the next start goes on from there, to the same bits"
+    each["train"].add_argument("--stop-after-epochs", type=number(1, 10**6), metavar="N", help=stop)
+    each["sweep"].add_argument("values", nargs="+", metavar="KEY=VALUE,VALUE", help="values to try, such as train.learning_rate=0.01,0.1")
+    each["sweep"].add_argument("--factor", type=number(2, 100), default=2, help="one of so many goes on at each rung (default: 2)")
     result = "a receipt, a folder with one, or a run's folder (default: models/)"
     each["verify"].add_argument("result", nargs="?", type=Path, metavar="RESULT", help=result)
     each["verify"].add_argument("--all", action="store_true", dest="everything", help="every finished run in runs/")

@@ -11,12 +11,11 @@ from pipeline.config import Config, ConfigError, DataError
 from pipeline.console import Progress
 from pipeline.data import store
 from pipeline.files import Paths, atomic_write
-from pipeline.hardware import machine
-from pipeline.hardware.placement import a_gpu_each, resolve
 from pipeline.job import Job
+from pipeline.plan import resolved
 from pipeline.report import plots
 from pipeline.runs.lock import run_lock
-from pipeline.stage import RankStage, errors_in_status, resolve_num_nodes, run_header
+from pipeline.stage import RankStage, errors_in_status, run_header
 from pipeline.timeouts import lock_seconds
 from pipeline.tracking.journal import Journal, last
 from pipeline.tracking.mirror_process import server_and_credentials
@@ -38,9 +37,7 @@ def run(config: Config, paths: Paths) -> int:
         raise DataError(f"{paths.models / 'receipt.json'}: is from another version of this code (parameters); {TRAIN}") from None
     # The model as it was trained, on the ranks that are asked for now.
     threads = {"threads_per_rank": trained.dist.threads_per_rank}
-    here = machine.detect()
-    config = a_gpu_each(resolve_num_nodes(trained.model_copy(update={"dist": config.dist.model_copy(update=threads)})), here)
-    placement = resolve(config, here)
+    config, placement = resolved(trained.model_copy(update={"dist": config.dist.model_copy(update=threads)}))
     store.verify(paths.prepared, manifest, ("test",))
     run = paths.runs / receipt.fingerprint
     job = Job(

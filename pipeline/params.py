@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from pipeline.config import LIST, WORD, Config, ConfigError, unknown
 
 
-def load(path: Path) -> Config:
-    """Read and check a params file; ConfigError says which key is wrong and what to write."""
+def load(path: Path, changes: dict[str, Any] | None = None) -> Config:
+    """Read and check a params file, with other values for some keys; ConfigError says which key is wrong and what to write."""
     try:
         text = path.read_text(encoding="utf-8")
         values, keys = yaml.safe_load(text), _keys(yaml.compose(text))
@@ -27,6 +27,11 @@ def load(path: Path) -> Config:
         raise ConfigError(f"{path}: {min(twice)}: stands twice; remove one of them")
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected sections such as data: and train:, found {type(values).__name__}")
+    for key, value in (changes or {}).items():
+        section, _, name = key.rpartition(".")
+        inner = values.setdefault(section, {}) if section else values
+        if isinstance(inner, dict):
+            inner[name] = value
     try:
         return Config.model_validate(values)
     except ValidationError as error:

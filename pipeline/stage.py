@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
-from pipeline.config import Config, ConfigError, PeerError
+from pipeline.config import Config, PeerError
 from pipeline.console import Progress
 from pipeline.files import Paths
 from pipeline.hardware import machine
@@ -19,7 +19,7 @@ from pipeline.launch import outcome, supervisor
 from pipeline.launch.failures import FINAL_EXITS, Failure
 from pipeline.launch.node import Membership, Node
 from pipeline.launch.restarts import RestartPolicy
-from pipeline.process_tree import NODES, STORE, dvc_above
+from pipeline.process_tree import STORE, dvc_above
 from pipeline.runs import checkpoints, status
 from pipeline.runs.status import StopRequested
 from pipeline.stop_signals import StopRequest, handled_by
@@ -39,10 +39,13 @@ class RankStage:
     What is not tracked has no run in MLflow, and nobody is told how to go on.
     """
 
-    def __init__(self, stage: Literal["train", "evaluate"], job: Job, paths: Paths, lock: int, tracked: bool = True):
+    def __init__(
+        self, stage: Literal["train", "evaluate"], job: Job, paths: Paths, lock: int, tracked: bool = True, command: str | None = None
+    ):
         self._stage: Literal["train", "evaluate"] = stage
         self._job, self._paths, self._lock, self._tracked = job, paths, lock, tracked
-        self.command = command_of(stage, paths) if tracked else ""
+        self.command = (command or command_of(stage, paths)) if tracked else ""
+        self.stop_requested = False
 
     def run(self, module: str, header: dict[str, Any], tags: dict[str, Any], progress: Progress, publish: Publish) -> int:
         """Run the ranks to their end and return the exit code; `publish`, which may ask for MLflow's run id, returns a line about it."""
@@ -52,7 +55,9 @@ class RankStage:
             try:
                 code = self._code(module, header, tags, (progress, stop), publish)
             finally:
-                if stop.signal is not None or code == status.STOPPED:
+                self.stop_requested = stop.signal is not None or stop.hurried.is_set()
+                at_until = self._job.until is not None and journals.reached(self._job.journal, evaluated=False) == self._job.until
+                if stop.signal is not None or (code == status.STOPPED and not at_until):
                     # What an engine repeats is not to end this process with another code.
                     before.update(dict.fromkeys(before, signal.SIG_IGN))
         return code
@@ -217,16 +222,3 @@ def run_header(config: Config, name: str) -> dict[str, Any]:
         "params": {"seed": config.seed} | params,
         "tags": {"mlflow.source.name": "pipeline", "mlflow.user": machine.user()},
     }
-
-
-def resolve_num_nodes(config: Config) -> Config:
-    """The configuration over as many machines as a leader gives, or as `dist.nodes` asks for."""
-    led = os.environ.get(STORE)
-    nodes = int(os.environ[NODES]) if led else config.dist.nodes
-    size = config.dist.world_size
-    if nodes > 1 and not led:
-        how = "start this with: python -m pipeline lead dvc repro, and on the others: python -m pipeline join HOST"
-        raise ConfigError(f"dist.nodes: {nodes} machines need a leader; {how}; or set nodes: 1")
-    if size % nodes:
-        raise ConfigError(f"dist.world_size: {size} ranks cannot be spread evenly over {nodes} machines; set it to a multiple of {nodes}")
-    return config.model_copy(update={"dist": config.dist.model_copy(update={"nodes": nodes})})

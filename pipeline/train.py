@@ -10,19 +10,19 @@ from typing import Any
 
 import yaml
 
-from pipeline.config import Config, ConfigError, MachineError
+from pipeline.config import Config, MachineError
 from pipeline.console import Progress
 from pipeline.data import store
 from pipeline.files import Paths, atomic_folder, atomic_write
-from pipeline.hardware import machine
-from pipeline.hardware.placement import Placement, a_gpu_each, resolve
 from pipeline.job import Job
+from pipeline.plan import Plan, plan
 from pipeline.report import plots
 from pipeline.runs import checkpoints, status
-from pipeline.runs.identity import fingerprint, run_identity, versions, write_identity
+from pipeline.runs.identity import versions, write_identity
 from pipeline.runs.lock import run_lock
 from pipeline.runs.resume import import_run
-from pipeline.stage import RankStage, errors_in_status, resolve_num_nodes, run_header
+from pipeline.runs.status import StopRequested
+from pipeline.stage import RankStage, errors_in_status, run_header
 from pipeline.stop_signals import deferred
 from pipeline.timeouts import lock_seconds
 from pipeline.tracking import journal as journals
@@ -35,45 +35,37 @@ from pipeline.tracking.receipt import Receipt
 log = logging.getLogger(__name__)
 
 
-def run(config: Config, paths: Paths, resume: Path | None = None) -> int:
-    """Train, or publish what was trained before; returns the exit code."""
+def run(config: Config, paths: Paths, resume: Path | None = None, stop_after_epochs: int | None = None, command: str | None = None) -> int:
+    """Train, or publish what was trained before; returns the exit code. `command` is what goes on, if it is not `train`."""
     server_and_credentials(paths)
-    here, asked = machine.detect(), config.dist.world_size
-    config = a_gpu_each(resolve_num_nodes(config), here)
-    placement = resolve(config, here)
-    manifest = store.read_manifest(paths.prepared)
-    store.check_made_for(paths.prepared, manifest, config)
-    steps_per_epoch = manifest.counts["train"] // config.dist.images_per_step
-    if steps_per_epoch == 0:
-        counted = f"{manifest.counts['train']} training images do not fill a global batch of {config.dist.images_per_step}"
-        raise ConfigError(f"dist.{config.dist.batch_key}: {counted}; lower it")
-    identity = run_identity(config, placement, manifest.identity)
-    name = fingerprint(identity)
-    job = Job(
-        config=config,
-        device=placement.device,
-        backend=placement.backend,
-        precision=placement.precision,
-        prepared=paths.prepared,
-        run=paths.runs / name,
-    )
+    planned = plan(config, paths, stop_after_epochs)
+    job, name = planned.job, planned.job.run.name
     with run_lock(job.run / "lock", lock_seconds(config.dist.grace_seconds)) as lock, errors_in_status(job, "train", paths):
         check_journal(job.journal, name)
-        if any(line["stage"] == "train" and line["outcome"] == "done" for line in journals.read(job.journal) if line["kind"] == "ended"):
+        if planned.done:
             publish_again(job, paths)
             return 0
-        store.verify(paths.prepared, manifest, ("train", "validation"))
-        write_identity(job.run, identity)
-        title = f"{config.model.name} on {config.data.name} {name[:6]}"
-        imported = import_run(resume, job, identity, run_header(config, title)) if resume else None
-        progress = Progress(job.journal, steps_per_epoch * config.train.epochs, steps_per_epoch)
-        progress.say(what_begins(job, manifest.name))
-        if config.dist.world_size < asked:
-            progress.say(f"world size {config.dist.world_size} and not {asked}, as ranks that share a GPU are slow; the bits are the same")
+        if job.until and checkpoints.newest_step(job.run) >= job.until:
+            log.info("stopped behind epoch %d already: %s", stop_after_epochs, checkpoints.newest(job.run))
+            return status.STOPPED
+        store.verify(paths.prepared, planned.manifest, ("train", "validation"))
+        write_identity(job.run, planned.identity)
+        title = f"{job.config.model.name} on {job.config.data.name} {name[:6]}"
+        imported = import_run(resume, job, planned.identity, run_header(job.config, title)) if resume else None
+        progress = Progress(job.journal, planned.steps, planned.steps_per_epoch)
+        progress.say(what_begins(job, planned.manifest.name))
+        if job.config.dist.world_size < config.dist.world_size:
+            fewer = f"world size {job.config.dist.world_size} and not {config.dist.world_size}"
+            progress.say(f"{fewer}, as ranks that share a GPU are slow; the bits are the same")
         if imported:
             progress.say(imported)
-        facts = facts_of(config, placement, manifest, name, receipts.git_state()) | {"identity": identity}
-        return carry_out(job, paths, lock, progress, facts)
+        facts = facts_of(planned, receipts.git_state())
+        stage = RankStage("train", job, paths, lock, command=command)
+        code = carry_out(stage, job, paths, progress, facts)
+    if code == status.STOPPED and job.until and stage.stop_requested:
+        # It was to stop there anyway; whoever called it is to stop, too.
+        raise StopRequested(f"stopped on request, behind step {job.until}")
+    return code
 
 
 def what_begins(job: Job, data: str) -> str:
@@ -105,7 +97,7 @@ def publish_again(job: Job, paths: Paths) -> None:
         log.info("MLflow %s", f"does not have all of it yet ({error})" if error else "has caught up with it")
 
 
-def carry_out(job: Job, paths: Paths, lock: int, progress: Progress, facts: dict[str, Any]) -> int:
+def carry_out(stage: RankStage, job: Job, paths: Paths, progress: Progress, facts: dict[str, Any]) -> int:
     """Start the ranks; when they are done, complete the receipt and publish."""
 
     def finish(journal: Journal, run_id: Callable[[], str | None]) -> str:
@@ -121,16 +113,18 @@ def carry_out(job: Job, paths: Paths, lock: int, progress: Progress, facts: dict
     manifest = store.read_manifest(job.prepared)
     dataset = {"dataset": {"name": manifest.name, "digest": manifest.digest, "counts": manifest.counts}}
     header = run_header(job.config, name) | dataset
-    return RankStage("train", job, paths, lock).run("pipeline.training.train_rank", header, receipts.tags(facts), progress, finish)
+    return stage.run("pipeline.training.train_rank", header, receipts.tags(facts), progress, finish)
 
 
-def facts_of(config: Config, placement: Placement, manifest: store.Manifest, name: str, git: dict[str, Any]) -> dict[str, Any]:
+def facts_of(planned: Plan, git: dict[str, Any]) -> dict[str, Any]:
     """Return what a receipt says before anything ran."""
+    config, placement = planned.job.config, planned.placement
     return {
-        "fingerprint": name,
+        "fingerprint": planned.job.run.name,
+        "identity": planned.identity,
         "git": git,
         "parameters": config.model_dump(),
-        "data_digest": manifest.digest,
+        "data_digest": planned.manifest.digest,
         "image": receipts.image(),
         "versions": versions(config, placement.device, placement.backend) | {"mlflow": _version("mlflow"), "dvc": _version("dvc")},
         "device": placement.device_kind,

@@ -13,9 +13,8 @@ from pipeline.config import Config, ConfigError, DataError, MachineError
 from pipeline.console import Progress
 from pipeline.data import store
 from pipeline.files import Paths
-from pipeline.hardware import machine
-from pipeline.hardware.placement import a_gpu_each, resolve
 from pipeline.job import Job
+from pipeline.plan import resolved
 from pipeline.report import difference
 from pipeline.report.difference import Difference
 from pipeline.runs import checkpoints
@@ -24,7 +23,7 @@ from pipeline.runs.identity import flatten, run_identity
 from pipeline.runs.lock import run_lock
 from pipeline.runs.resume import copy_until
 from pipeline.runs.status import STOPPED
-from pipeline.stage import RankStage, resolve_num_nodes, run_header
+from pipeline.stage import RankStage, run_header
 from pipeline.timeouts import lock_seconds
 from pipeline.tracking import journal as journals
 from pipeline.tracking.journal import Journal
@@ -80,9 +79,7 @@ def on_ranks(config: Config, world_size: int | None) -> Config:
 
 def verified(claim: Claim, paths: Paths, from_step: int, steps: int | None, world_size: int | None) -> int:
     """Compute it again and print the verdict; returns 0, 1 or 4."""
-    here = machine.detect()
-    config = a_gpu_each(resolve_num_nodes(on_ranks(claim.config, world_size)), here)
-    placement = resolve(config, here)
+    config, placement = resolved(on_ranks(claim.config, world_size))
     manifest = store.read_manifest(paths.prepared)
     differing, source = differences(claim.identity, run_identity(config, placement, manifest.identity))
     if differing:

@@ -24,9 +24,9 @@ FLOORS = [
     {"runs", "console", "report"},
     {"launch", "training"},
     {"cluster", "doctor"},
-    {"stage"},
+    {"plan", "stage"},
     {"prepare", "train", "evaluate", "sync", "verify", "compare"},
-    {"join"},
+    {"join", "sweep"},
     {"lead"},
     {"__main__"},
 ]

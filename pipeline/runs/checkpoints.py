@@ -82,6 +82,17 @@ def usable(folder: Path, index: dict[str, Any], journal: Path | None, warn: Call
             yield entry, path
 
 
+def newest_step(run: Path) -> int:
+    """Return the step of the checkpoint that a resume of this run takes, or 0."""
+    path = newest(run)
+    return step_of(Path(path)) if path else 0
+
+
+def step_of(path: Path) -> int:
+    """Return the step that a checkpoint's name tells."""
+    return int(path.stem.partition("-")[2])
+
+
 def newest(run: Path) -> str | None:
     """Return the path of the checkpoint that a resume of this run takes, or None."""
     folder = run / "checkpoints"

@@ -44,7 +44,7 @@ def import_run(source: Path, job: Job, identity: dict[str, Any], header: dict[st
         newest = checkpoints.newest(source)
         if newest is None:
             raise ConfigError(f"--resume: {source} has no good checkpoint; without --resume this trains from the beginning")
-        copy_until(source, job, int(Path(newest).stem.partition("-")[2]), header)
+        copy_until(source, job, checkpoints.step_of(Path(newest)), header)
     if not differing:
         return f"going on from {newest}"
     changed = ", ".join(f"{key} {then.get(key)} -> {now.get(key)}" for key in differing if key not in only_one_has)

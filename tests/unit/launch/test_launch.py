@@ -13,8 +13,8 @@ import pytest
 from pipeline import ranks
 from pipeline.config import Config, ConfigError, MachineError
 from pipeline.hardware import network
+from pipeline.plan import resolve_num_nodes
 from pipeline.runs.lock import run_lock
-from pipeline.stage import resolve_num_nodes
 from tests.kit.experiment import Experiment, settings
 
 

@@ -1,0 +1,144 @@
+"""The sweep command: successive halving. All candidates train for a few epochs, the better half goes on, the last one to the end.
+
+A rung is a stop, and going on is exact: the winner has the bits of a training that nothing interrupted. What was done is in the
+runs themselves, so the same command goes on after a stop or a kill, and decides alike.
+"""
+
+import itertools
+import math
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from pipeline import train
+from pipeline.config import Config, ConfigError
+from pipeline.files import Paths
+from pipeline.params import load
+from pipeline.plan import Plan, plan
+from pipeline.runs import checkpoints
+from pipeline.runs.status import STOPPED
+from pipeline.tracking import journal as journals
+
+DIVERGED = 5
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One combination of values."""
+
+    name: str
+    config: Config
+    plan: Plan
+
+    @property
+    def diverged(self) -> bool:
+        return journals.last(self.plan.job.journal, "started", "ended").get("outcome") == "diverged"
+
+    def at(self, epoch: int) -> bool:
+        """Return True if it has come so far; the end is where it was published."""
+        until = epoch * self.plan.steps_per_epoch
+        return self.plan.done or (until < self.plan.steps and checkpoints.newest_step(self.plan.job.run) >= until)
+
+    def accuracy(self, epoch: int) -> float:
+        """The best validation accuracy up to an epoch, whatever came after it; a training that diverged is behind all others."""
+        until = epoch * self.plan.steps_per_epoch
+        steps = journals.metrics_by_step(self.plan.job.journal)
+        found = [values["validation/accuracy"] for step, values in steps.items() if step <= until and "validation/accuracy" in values]
+        return -1.0 if self.diverged else max(found, default=-1.0)
+
+
+def run(_: Config, paths: Paths, values: list[str], factor: int) -> int:
+    """Train the candidates in rungs, publish the winner; returns the exit code."""
+    candidates = candidates_of(values, paths)
+    epochs, command = candidates[0].config.train.epochs, shlex.join(command_of(paths, values, factor))
+    alive, table = candidates, {candidate.name: list[str]() for candidate in candidates}
+    for epoch, kept in rungs(len(candidates), epochs, factor):
+        say(f"{len(alive)} candidate{'s' * (len(alive) > 1)} to epoch {epoch} of {epochs}")
+        for candidate in alive:
+            code = reach(candidate, epoch, paths, command)
+            if code:
+                return code
+            table[candidate.name].append(figure(candidate.accuracy(epoch)))
+        # Of equals the one that was named first.
+        alive = sorted(alive, key=lambda one: -one.accuracy(epoch))[:kept]
+        if alive[0].diverged:
+            say("every candidate diverged; lower the learning rate")
+            return DIVERGED
+    say(f"{alive[0].name} to the end")
+    code = train.run(alive[0].config, paths, command=command)
+    if code == 0:
+        report(candidates, alive[0], table)
+    return code
+
+
+def command_of(paths: Paths, values: list[str], factor: int) -> list[str]:
+    """What goes on with this sweep."""
+    return ["python", "-m", "pipeline", "sweep", "--params", str(paths.params), "--factor", str(factor), *values]
+
+
+def candidates_of(values: list[str], paths: Paths) -> list[Candidate]:
+    """Every combination of the values, each checked before any is trained."""
+    axes: list[tuple[str, list[str]]] = []
+    for one in values:
+        key, sign, text = one.partition("=")
+        if not (key and sign and text):
+            raise ConfigError(f"sweep: {one!r}: expected KEY=VALUE,VALUE such as train.learning_rate=0.01,0.1")
+        if key in ("seed", "train.epochs") or key.startswith("data."):
+            raise ConfigError(f"sweep: {key}: candidates are compared on the same data and as many epochs; sweep another key")
+        axes.append((key, text.split(",")))
+    found: list[Candidate] = []
+    for combination in itertools.product(*(choices for _, choices in axes)):
+        chosen = dict(zip((key for key, _ in axes), combination, strict=True))
+        config = load(paths.params, {key: yaml.safe_load(text) for key, text in chosen.items()})
+        found.append(Candidate(" ".join(f"{key}={text}" for key, text in chosen.items()), config, plan(config, paths)))
+    names: dict[Path, str] = {}
+    for candidate in found:
+        other = names.setdefault(candidate.plan.job.run, candidate.name)
+        if other != candidate.name:
+            raise ConfigError(f"sweep: {other} and {candidate.name} are the same experiment; remove one of them")
+    if len(names) < 2:
+        raise ConfigError(f"sweep: {values[0]}: is one candidate; name two or more values, such as train.learning_rate=0.01,0.1")
+    return found
+
+
+def rungs(count: int, epochs: int, factor: int) -> list[tuple[int, int]]:
+    """Return behind which epoch how many candidates are kept, one in the end; each rung is shorter than the next by the factor."""
+    halvings = math.ceil(math.log(count, factor) - 1e-9)
+    found: dict[int, int] = {}
+    kept = count
+    for left in range(halvings, 0, -1):
+        kept = max(1, math.ceil(kept / factor)) if left > 1 else 1
+        # Where there are too few epochs, rungs fall together.
+        found[min(epochs, math.ceil(epochs / factor**left))] = kept
+    return list(found.items())
+
+
+def reach(candidate: Candidate, epoch: int, paths: Paths, command: str) -> int:
+    """Train a candidate up to an epoch; 0 if it has come there, or diverged on the way."""
+    if candidate.diverged or candidate.at(epoch):
+        return 0
+    say(candidate.name)
+    code = train.run(candidate.config, paths, stop_after_epochs=epoch, command=command)
+    return 0 if code == DIVERGED or (code == STOPPED and candidate.at(epoch)) else code
+
+
+def report(candidates: list[Candidate], winner: Candidate, table: dict[str, list[str]]) -> None:
+    """Say what came of all, what it cost, and how to keep the winner."""
+    width = max(map(len, table))
+    for name, accuracies in table.items():
+        say(f"{name:<{width}}  {'  '.join(accuracies)}")
+    done = sum(journals.reached(candidate.plan.job.journal, evaluated=False) for candidate in candidates)
+    whole = sum(candidate.plan.steps for candidate in candidates)
+    say(f"{winner.name} won and is in {winner.plan.job.run}; {done:,} steps were trained, where all candidates to the end are {whole:,}")
+    say(f"to make it the experiment: dvc exp run {' '.join(f'-S {one}' for one in winner.name.split())}")
+
+
+def figure(accuracy: float) -> str:
+    return "diverged" if accuracy < 0 else f"{accuracy:.4f}"
+
+
+def say(text: str) -> None:
+    print(f"sweep: {text}", file=sys.stderr)

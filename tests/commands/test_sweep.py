@@ -1,0 +1,122 @@
+"""Successive halving for real: rungs are stops, and the winner has the bits of a training that nothing interrupted."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import Config, ConfigError
+from pipeline.files import Paths
+from pipeline.sweep import Candidate, candidates_of, rungs
+from tests.kit.experiment import Experiment
+from tests.kit.trainings import mlflow_runs
+from tests.kit.waiting import until
+
+RATES = "train.learning_rate=0.0001,0.01,0.05,0.1"
+SETTINGS = {"model__name": "mlp", "train__epochs": 4}
+
+
+@pytest.mark.parametrize(
+    ("count", "epochs", "factor", "expected"),
+    [
+        (8, 8, 2, [(1, 4), (2, 2), (4, 1)]),
+        (8, 10, 2, [(2, 4), (3, 2), (5, 1)]),
+        (9, 27, 3, [(3, 3), (9, 1)]),
+        (7, 16, 4, [(1, 2), (4, 1)]),
+        # Too few epochs for all rungs, or for any.
+        (8, 2, 2, [(1, 1)]),
+        (5, 1, 2, [(1, 1)]),
+    ],
+)
+def test_each_rung_is_shorter_and_keeps_fewer(count: int, epochs: int, factor: int, expected: list[tuple[int, int]]) -> None:
+    assert rungs(count, epochs, factor) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (["train.learning_rate"], "expected KEY=VALUE,VALUE such as train.learning_rate=0.01,0.1"),
+        (["train.learning_rate=0.1"], "train.learning_rate=0.1: is one candidate; name two or more values"),
+        (["train.learning_rate=0.1,0.10"], "train.learning_rate=0.1 and train.learning_rate=0.10 are the same experiment"),
+        (["dist.world_size=1,2"], "batch_size_per_gpu"),
+        (["train.learning_rte=0.1,0.2"], "train.learning_rte: unknown key; did you mean learning_rate?"),
+        (["train.learning_rate=0.1,fast"], "train.learning_rate: 'fast' is text, not a number"),
+        (["seed=1,2"], "seed: candidates are compared on the same data and as many epochs; sweep another key"),
+    ],
+)
+def test_what_cannot_be_swept_is_one_line_before_anything_is_trained(tmp_path: Path, values: list[str], said: str) -> None:
+    experiment = Experiment(tmp_path).set(**SETTINGS)
+    experiment.run("prepare")
+    if values == ["dist.world_size=1,2"]:
+        # Another world size is the same experiment, with a batch that says so.
+        experiment.set(**SETTINGS, dist__batch_size_per_gpu=None, dist__global_batch=96)
+        said = "dist.world_size=1 and dist.world_size=2 are the same experiment"
+    with pytest.raises(ConfigError) as error:
+        candidates_of(values, Paths(experiment.params))
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_values_are_combined(tmp_path: Path) -> None:
+    experiment = Experiment(tmp_path).set(**SETTINGS)
+    experiment.run("prepare")
+    found = candidates_of(["train.learning_rate=0.1,0.2", "train.clip_norm=null,1.0"], Paths(experiment.params))
+    assert [candidate.name for candidate in found] == [
+        "train.learning_rate=0.1 train.clip_norm=null",
+        "train.learning_rate=0.1 train.clip_norm=1.0",
+        "train.learning_rate=0.2 train.clip_norm=null",
+        "train.learning_rate=0.2 train.clip_norm=1.0",
+    ]
+    assert [one.config.train.clip_norm for one in found] == [None, 1.0, None, 1.0]
+
+
+@pytest.mark.slow
+def test_the_winner_has_the_bits_of_its_own_training_and_a_stop_changes_nothing(experiment: Experiment, tmp_path: Path) -> None:
+    experiment.set(**SETTINGS).run("prepare")
+    paths = Paths(experiment.params)
+    candidates = candidates_of([RATES], paths)
+
+    def stopped_at(candidate: Candidate, epoch: int) -> bool:
+        return candidate.at(epoch) and not candidate.plan.done
+
+    process = experiment.start("sweep", RATES)
+    until(lambda: stopped_at(candidates[1], 1), process)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode in (75, 130), said
+    assert not candidates[3].at(1)
+    said = experiment.run("sweep", RATES)
+    # The first two have come to their first rung, and are not started for it again.
+    assert said.count("sweep: train.learning_rate=0.0001\n") == 0
+    lines = [line.removeprefix("sweep: ").split() for line in said.splitlines() if line.startswith("sweep: train.learning_rate=0")]
+    figures = {words[0]: words[1:] for words in lines if len(words) > 1 and words[1][0].isdigit()}
+    assert [len(figures[candidate.name]) for candidate in candidates].count(1) == 2
+    (winner,) = [candidate for candidate in candidates if candidate.plan.done]
+    assert f"{winner.name} won" in said
+    assert "where all candidates to the end are 176" in said
+    # 11 steps an epoch: four candidates for one, two for one more, one for two more.
+    assert "88 steps were trained" in said
+    assert winner.accuracy(4) == max(candidate.accuracy(4) for candidate in candidates)
+    assert len(mlflow_runs(experiment)) == 4
+    receipt = experiment.json("models/receipt.json")
+    assert receipt["fingerprint"] == winner.plan.job.run.name
+    alone = Experiment(tmp_path / "alone")
+    alone.folder.mkdir()
+    alone.set(**SETTINGS, train__learning_rate=winner.config.train.learning_rate).with_database().run("prepare")
+    alone.run("train")
+    assert alone.json("models/receipt.json")["weights_sha256"] == receipt["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_a_training_stops_behind_an_epoch_and_goes_on(experiment: Experiment) -> None:
+    experiment.set(**SETTINGS).run("prepare")
+    said = experiment.run("train", "--stop-after-epochs", "1", expect=75)
+    assert "stopped at step 11, as asked" in said
+    assert "stopped behind epoch 1 already" in experiment.run("train", "--stop-after-epochs", "1", expect=75)
+    assert experiment.json(f"runs/{experiment.run_folder.name}/status.json")["outcome"] == "stopped"
+    assert not (experiment.folder / "models").exists()
+    # More epochs than there are is no stop.
+    experiment.run("train", "--stop-after-epochs", "9")
+    assert experiment.json("models/receipt.json")["steps"] == 44
+    assert isinstance(Config.model_validate(experiment.json("models/receipt.json")["parameters"]), Config)
