@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -160,14 +161,34 @@ def test_a_second_repro_is_up_to_date_within_six_seconds(clone: Path) -> None:
     assert time.monotonic() - started_at < 6
 
 
-def test_an_experiment_in_a_temporary_folder_keeps_its_run_in_the_workspace(clone: Path) -> None:
+def test_a_queue_of_six_with_two_workers_loses_none_and_dvc_agrees_with_mlflow(clone: Path) -> None:
     before = {one.info.run_id for one in runs(clone)}
-    run(clone, "dvc exp run --temp --name in-a-temporary-folder -S seed=5 -S train.epochs=1 -S model.name=mlp")
-    (new,) = [one for one in runs(clone) if one.info.run_id not in before]
-    assert new.info.status == "FINISHED"
-    assert new.data.tags["dvc.experiment"] == "in-a-temporary-folder"
-    assert "test/accuracy" in new.data.metrics
-    assert (clone / "runs" / new.data.tags["lockstep.fingerprint"] / "receipt.json").exists()
+    run(clone, "dvc exp run --queue -S train.epochs=1 -S model.name=mlp -S 'train.learning_rate=0.02,0.05,0.1' -S 'seed=5,6'")
+    run(clone, "dvc queue start --jobs 2")
+    until = time.monotonic() + 600
+    while re.search(r" (Queued|Running)$", said := run(clone, "dvc queue status"), re.MULTILINE):
+        assert time.monotonic() < until, said
+        time.sleep(2)
+    found = {one.data.tags["dvc.experiment"]: one for one in runs(clone) if one.info.run_id not in before}
+    assert len(found) == 6, said
+    assert len({one.info.run_name for one in found.values()}) == 6
+    assert {one.info.status for one in found.values()} == {"FINISHED"}
+    shown = {
+        one["name"]: one["revs"][0]["data"]
+        for commit in json.loads(run(clone, "dvc exp show --json"))
+        for one in commit["experiments"] or ()
+    }
+    for name, one in found.items():
+        # Each worker has a folder of its own, and the run stays in the workspace.
+        assert (clone / "runs" / one.data.tags["lockstep.fingerprint"] / "receipt.json").exists()
+        train, tested = (shown[name]["metrics"][f"metrics/{stage}.json"]["data"] for stage in ("train", "eval"))
+        assert train["best"]["validation_accuracy"] == one.data.metrics["best/validation_accuracy"]
+        assert train["last"]["train_loss"] == one.data.metrics["train/loss"]
+        assert {f"test/{key}": value for key, value in tested.items() if key != "class_accuracy"}.items() <= one.data.metrics.items()
+        params = shown[name]["params"]["params.yaml"]["data"]
+        assert one.data.params["train.learning_rate"] == str(params["train"]["learning_rate"])
+    run(clone, f"dvc plots diff {' '.join(found)}")
+    assert (clone / "dvc_plots" / "index.html").stat().st_size
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

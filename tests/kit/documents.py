@@ -21,6 +21,15 @@ INSTEAD = {
         "dvc exp run -n fleet $(cat experiments/fleet) -S data.name=synthetic:600 -S train.epochs=1",
         "an hour",
     ),
+    "dvc exp run --queue -S 'train.learning_rate=0.05,0.1' -S 'seed=1,2'": (
+        "dvc exp run --queue -S 'train.learning_rate=0.05,0.1' -S 'seed=1,2' && dvc queue remove --queued",
+        "tests/commands/test_pipeline.py runs a queue to its end",
+    ),
+    "dvc queue start --jobs 2": ("dvc queue start --help", "tests/commands/test_pipeline.py runs a queue to its end"),
+    "python -m pipeline sweep train.learning_rate=0.02,0.05,0.1,0.2 --factor 2": (
+        "python -m pipeline sweep --help",
+        "tests/commands/test_sweep.py sweeps",
+    ),
     "make bench": ("make bench BENCH='--pairs=1 --seconds=0.1 lenet'", "an hour"),
     "python bench/faults.py": ("python bench/faults.py --help", "half an hour"),
     f"{_COMPOSE}.gpu.yml up": (f"{_COMPOSE}.gpu.yml config --quiet", "needs GPUs"),
@@ -52,6 +61,9 @@ ELSEWHERE = {
     "make bench-gpu": "nobody: it needs a GPU",
     "python -m pipeline lead dvc repro": "tests/commands/test_lead.py, with a scheduler's variables",
     "python -m pipeline.launch.agent": "every training",
+    "dvc plots diff": "tests/commands/test_pipeline.py",
+    "dvc queue logs NAME": "nobody: it prints what a worker printed",
+    "python -m pipeline train --stop-after-epochs N": "tests/commands/test_sweep.py",
     "python -m pipeline compare runs ../other/runs": "`python -m pipeline compare`, above; tests/commands/test_compare.py names folders",
 }
 
