@@ -78,7 +78,7 @@ def published(paths: Paths) -> Receipt:
 def report(job: Job, paths: Paths, class_names: list[str], step: int, journal: Journal) -> str:
     """Write metrics and plots, and journal both; returns the result in one line."""
     figures: dict[str, Any] = json.loads(job.result.read_text())
-    confusion = figures.pop("confusion")
+    confusion, predictions = figures.pop("confusion"), figures.pop("predictions")
     per_class = {
         name: row[index] / sum(row) if sum(row) else 0.0 for index, (name, row) in enumerate(zip(class_names, confusion, strict=True))
     }
@@ -86,11 +86,15 @@ def report(job: Job, paths: Paths, class_names: list[str], step: int, journal: J
     atomic_write(job.run / "eval.json", (json.dumps(figures | {"class_accuracy": per_class}, indent=2) + "\n").encode())
     plots.confusion(confusion, class_names, folder)
     plots.class_accuracy(per_class, folder)
+    split = store.open_split(job.prepared, "test")
+    plots.predictions(predictions, split.labels.tolist(), class_names, job.run)
+    plots.worst(predictions, split, class_names, folder)
     atomic_write(paths.metrics / "eval.json", (job.run / "eval.json").read_bytes())
     # Not `metrics`, which keeps what a step had before: the newest evaluation counts.
     journal.event("metrics", step=step, values={f"test/{name}": value for name, value in figures.items()})
-    journal.event("artifact", path="eval.json", folder=None)
-    for path in [*sorted(folder.glob("confusion.*")), *sorted(folder.glob("classes.*"))]:
+    for name in ("eval.json", "predictions.csv"):
+        journal.event("artifact", path=name, folder=None)
+    for path in sorted(path for kind in ("confusion", "classes", "worst") for path in folder.glob(f"{kind}.*")):
         atomic_write(paths.plots / path.name, path.read_bytes())
         journal.event("artifact", path=path.relative_to(job.run).as_posix(), folder="plots")
     describe(journal, job, figures)
@@ -103,4 +107,4 @@ def describe(journal: Journal, job: Job, figures: dict[str, Any]) -> None:
     if before:
         rows = [row for row in before["text"].splitlines() if not row.startswith("| test accuracy |")]
         rows.append(f"| test accuracy | {figures['accuracy']:.4f} ({figures['correct']} of {figures['total']}) |")
-        journal.event("description", text="\n".join(rows), images=["plots/curves.png", "plots/confusion.png"])
+        journal.event("description", text="\n".join(rows), images=["plots/curves.png", "plots/confusion.png", "plots/worst.png"])

@@ -213,4 +213,4 @@ def journal_results(journal: Journal, job: Job, receipt: Receipt) -> None:
     # Once more: a rank may have been killed between its last checkpoint and the line behind it.
     journal.event(CHECKPOINT, step=receipt.steps)
     manifest = store.read_manifest(job.prepared)
-    journal.event("model", path="model.pt2", shape=manifest.shape, num_classes=manifest.num_classes)
+    journal.event("model", path="model.pt2", shape=manifest.shape, classes=manifest.class_names, precision=job.precision)

@@ -5,9 +5,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pipeline.data import Split
 from pipeline.tracking.journal import metrics_by_step
 
 TRAINING = ("train/loss", "train/accuracy", "train/top5_accuracy", "train/learning_rate")
+# Rows and columns of the images that were predicted worst.
+WORST = (4, 6)
 CURVES = (*TRAINING, "validation/loss", "validation/accuracy", "validation/top5_accuracy")
 
 
@@ -55,6 +58,27 @@ def class_accuracy(values: dict[str, float], folder: Path) -> None:
     axes.invert_yaxis()
     axes.set(xlabel="accuracy", xlim=(0, 1))
     _save(figure, folder / "classes.png")
+
+
+def predictions(rows: list[list[float]], labels: list[int], names: list[str], folder: Path) -> None:
+    """Write `predictions.csv`: what every image is, what was predicted for it, how probable that was, and the loss."""
+    told = ([index, names[label], names[int(row[0])], row[1], row[2]] for index, (row, label) in enumerate(zip(rows, labels, strict=True)))
+    _write_csv(folder / "predictions.csv", ["image", "actual", "predicted", "probability", "loss"], told)
+
+
+def worst(rows: list[list[float]], split: Split, names: list[str], folder: Path) -> None:
+    """Write `worst.png`: the images with the highest losses, each with what it is and what was predicted."""
+    order = sorted(range(len(rows)), key=lambda index: -rows[index][2])[: WORST[0] * WORST[1]]
+    figure, grid = _figure(*WORST, (10, 8))
+    figure.suptitle("Highest losses: what it is, then what was predicted", fontsize=10)
+    for axes in grid.flat:
+        axes.set_axis_off()
+    for axes, index in zip(grid.flat, order, strict=False):
+        pixels = split.images[index].transpose(1, 2, 0)
+        axes.imshow(pixels if pixels.shape[2] == 3 else pixels[..., 0], cmap="gray", vmin=0, vmax=255)
+        predicted, probability = names[int(rows[index][0])], rows[index][1]
+        axes.set_title(f"{names[split.labels[index]]}\n{predicted}, {probability:.0%}", fontsize=8)
+    _save(figure, folder / "worst.png")
 
 
 def _write_csv(path: Path, header: list[str], rows: Iterable[Iterable[Any]]) -> None:

@@ -1,5 +1,6 @@
 """The finished model as MLflow keeps it, in a file that is passed on unopened: to load a program is to run what it says."""
 
+import json
 import platform
 import runpy
 import shutil
@@ -10,35 +11,38 @@ from typing import Any
 
 import yaml
 
+# In the model's folder; a name of its own, as MLflow imports it beside whatever else there is.
+SERVED = "lockstep_served_model"
+
 
 class Program:
     """What MLflow calls a flavor: a `torch.export` program that takes uint8 images of one shape and gives logits."""
 
-    def __init__(self, file: Path, shape: list[int], num_classes: int):
-        self._file, self._shape, self._num_classes = file, shape, num_classes
+    def __init__(self, file: Path, shape: list[int], class_names: list[str], precision: str):
+        self._file, self._shape, self._class_names, self._precision = file, shape, class_names, precision
 
     def save_model(self, path: str, mlflow_model: Any) -> None:
-        """Fill the folder that `mlflow.pytorch.load_model` and `mlflow.pyfunc.load_model` read."""
-        import numpy as np
+        """Fill the folder: `mlflow.pytorch.load_model` reads logits from it, `mlflow.pyfunc.load_model` class names and probabilities."""
         from mlflow import pyfunc
         from mlflow.models import ModelSignature
-        from mlflow.types import Schema, TensorSpec
+        from mlflow.types import ColSpec, Schema
 
         folder = Path(path)
         (folder / "data").mkdir(parents=True)
         shutil.copyfile(self._file, folder / "data" / "model.pt2")
-        needs = [f"{name}=={version(name)}" for name in ("mlflow", "torch")]
+        facts = {"classes": self._class_names, "shape": self._shape, "precision": self._precision}
+        (folder / "data" / "facts.json").write_text(json.dumps(facts))
+        (folder / "code").mkdir()
+        shutil.copyfile(Path(__file__).with_name("served_model.py"), folder / "code" / f"{SERVED}.py")
+        needs = [f"{name}=={version(name)}" for name in ("mlflow", "torch", "numpy", "pandas", "pillow")]
         (folder / "requirements.txt").write_text("\n".join(needs) + "\n")
         environment = {"python": platform.python_version(), "build_dependencies": ["pip"], "dependencies": ["-r requirements.txt"]}
         (folder / "python_env.yaml").write_text(yaml.safe_dump(environment))
-        mlflow_model.signature = ModelSignature(
-            inputs=Schema([TensorSpec(np.dtype(np.uint8), (-1, *self._shape))]),
-            outputs=Schema([TensorSpec(np.dtype(np.float32), (-1, self._num_classes))]),
-        )
+        # Without inputs: MLflow's schema would take arrays or files, and not both.
+        probabilities = [ColSpec("float", name) for name in ("probability", *(f"p({name})" for name in self._class_names))]
+        mlflow_model.signature = ModelSignature(outputs=Schema([ColSpec("string", "class"), *probabilities]))
         mlflow_model.add_flavor("pytorch", model_data="data", pytorch_version=_torch_version(), code=None)
-        pyfunc.add_to_model(
-            mlflow_model, loader_module="mlflow.pytorch", data="data", python_env="python_env.yaml", model_config={"device": None}
-        )
+        pyfunc.add_to_model(mlflow_model, loader_module=SERVED, code="code", data="data", python_env="python_env.yaml")
         mlflow_model.save(str(folder / "MLmodel"))
 
 

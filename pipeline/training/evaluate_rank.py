@@ -3,6 +3,7 @@
 import json
 
 from safetensors.torch import load
+from torch import Tensor
 
 from pipeline.data import store
 from pipeline.data.batches import Pixels
@@ -22,9 +23,11 @@ def main(job: Job) -> None:
         model.load_state_dict(load(group.broadcast_bytes(group.on_rank_zero(lambda: weights(job), b""))))
         pixels = Pixels(manifest.mean, manifest.std, group.device)
         evaluation = Evaluation(store.open_split(job.prepared, "test"), pixels, manifest.num_classes, group)
-        result = evaluation(model, schedule.autocast_dtype(job.precision))
+        each: list[Tensor] = []
+        result = evaluation(model, schedule.autocast_dtype(job.precision), each=each)
         assert result is not None
-        group.on_rank_zero(lambda: write(job, result), None)
+        predictions = evaluation.predictions(each)
+        group.on_rank_zero(lambda: write(job, result, predictions), None)
 
 
 def weights(job: Job) -> bytes:
@@ -33,7 +36,7 @@ def weights(job: Job) -> bytes:
     return job.weights.read_bytes()
 
 
-def write(job: Job, result: Result) -> None:
+def write(job: Job, result: Result, predictions: Tensor) -> None:
     """Write the result, which the stage reports."""
     values = {
         "accuracy": result.accuracy,
@@ -42,6 +45,7 @@ def write(job: Job, result: Result) -> None:
         "correct": result.correct,
         "total": result.total,
         "confusion": result.confusion.tolist(),
+        "predictions": predictions.tolist(),
     }
     atomic_write(job.result, json.dumps(values).encode())
 

@@ -50,15 +50,33 @@ class Evaluation:
             # Once, and not in every epoch.
             self._batches = [(images.to(pixels.device), labels.to(pixels.device)) for images, labels in self._batches]
         self._total = len(split.labels)
+        sizes = iter(piece.stop - piece.start for piece in pieces)
+        self._images_per_rank = [sum(next(sizes) for _ in range(count)) for count in self._per_rank]
         self._blank = torch.from_numpy(split.images[:1])
 
-    def __call__(self, model: nn.Module, dtype: torch.dtype | None, stopped: Callable[[], bool] = lambda: False) -> Result | None:
-        """Evaluate the split; every rank must call it. Returns None if `stopped`, the same on all ranks, becomes true."""
+    def __call__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None,
+        stopped: Callable[[], bool] = lambda: False,
+        each: list[Tensor] | None = None,
+    ) -> Result | None:
+        """Evaluate the split; every rank must call it. Returns None if `stopped`, the same on all ranks, becomes true.
+
+        `each` takes what was predicted for this rank's images.
+        """
         # FSDP would keep tensors of inference mode for the training.
         with torch.no_grad() if self._in_step else torch.inference_mode():
-            return self._evaluate(model, dtype, stopped)
+            return self._evaluate(model, dtype, stopped, each)
 
-    def _evaluate(self, model: nn.Module, dtype: torch.dtype | None, stopped: Callable[[], bool]) -> Result | None:
+    def predictions(self, each: list[Tensor]) -> Tensor:
+        """Return the predicted class, its probability and the loss of every image, on every rank."""
+        rows = torch.cat(each) if each else torch.zeros((0, 3), dtype=torch.float64, device=self._pixels.device)
+        return self._ranks.gather_rows(rows, self._images_per_rank).cpu()
+
+    def _evaluate(
+        self, model: nn.Module, dtype: torch.dtype | None, stopped: Callable[[], bool], each: list[Tensor] | None
+    ) -> Result | None:
         was_training = model.training
         model.eval()
         device = self._pixels.device
@@ -78,6 +96,8 @@ class Evaluation:
             labels = labels.to(device)
             logits = self._logits(model, images, dtype)
             losses.append(F.cross_entropy(logits, labels, reduction="sum").double())
+            if each is not None:
+                each.append(per_image(logits, labels))
             counts[0] += right_answers(logits, labels)[1]
             # `bincount` would wait for the device.
             counts[1:].index_add_(0, labels * self._num_classes + logits.argmax(1), torch.ones_like(labels))
@@ -92,3 +112,10 @@ class Evaluation:
         with torch.autocast(self._pixels.device.type, dtype, enabled=dtype is not None):
             logits: Tensor = model(self._pixels(images))
         return logits.float()
+
+
+def per_image(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return predicted class, its probability and the loss as a row an image."""
+    probability, predicted = logits.softmax(1).max(1)
+    loss = F.cross_entropy(logits, labels, reduction="none")
+    return torch.stack([predicted.double(), probability.double(), loss.double()], dim=1)

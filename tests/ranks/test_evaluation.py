@@ -164,26 +164,52 @@ def check_page(experiment: mlflow.entities.Experiment) -> None:
 
 
 ALONE = """
-import json, sys
+import base64, csv, io, json, pathlib, sys
 import mlflow, numpy, torch
 assert not [path for path in sys.path if path in ("", sys.argv[3])]
-model = mlflow.pytorch.load_model(sys.argv[1])
+images = numpy.load(sys.argv[2])
 with torch.no_grad():
-    predicted = model(torch.from_numpy(numpy.load(sys.argv[2]))).argmax(1).tolist()
+    logits = mlflow.pytorch.load_model(sys.argv[1])(torch.from_numpy(images))
+model = mlflow.pyfunc.load_model(sys.argv[1])
+found = model.predict(images)
+from PIL import Image
+picture = io.BytesIO()
+Image.fromarray(images[0, 0]).save(picture, "png")
+pathlib.Path("one.png").write_bytes(picture.getvalue())
+text = base64.b64encode(picture.getvalue()).decode()
+for one in ([pathlib.Path("one.png")], [picture.getvalue()], {"image": [text]}):
+    again = model.predict(__import__("pandas").DataFrame(one) if isinstance(one, dict) else one)
+    assert again.iloc[0]["class"] == found.iloc[0]["class"], again
+    assert abs(again.iloc[0]["probability"] - found.iloc[0]["probability"]) < 1e-5
+for wrong, said in ((["one.png"], "is not base64; a path is given as pathlib.Path"), (images[:, :, 1:], "expected images of shape")):
+    try:
+        model.predict(wrong)
+    except ValueError as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError(said)
 assert not [name for name in sys.modules if name.partition(".")[0] in ("pipeline", "tests")]
-print(json.dumps(predicted))
+print(json.dumps({"logits": logits.argmax(1).tolist(), "classes": found["class"].tolist(), "probabilities": found["probability"].tolist()}))
 """
 
 
 def check_model(run: mlflow.entities.Run, prepared: Path, elsewhere: Path, correct: int) -> None:
-    """The logged model is the evaluated one, and needs none of this code: it takes the test images as they are."""
+    """The logged model is the evaluated one, and needs none of this code: it takes the test images as they are, or files."""
     path = mlflow.artifacts.download_artifacts(f"runs:/{run.info.run_id}/model", dst_path=str(elsewhere))
     # -I: neither the current folder nor PYTHONPATH is searched.
     words = [sys.executable, "-I", "-c", ALONE, path, str(prepared / "test-images.npy"), str(ROOT)]
     done = subprocess.run(words, cwd=elsewhere, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    labels = store.open_split(prepared, "test").labels
+    told = json.loads(done.stdout.splitlines()[-1])
+    labels, names = store.open_split(prepared, "test").labels, store.read_manifest(prepared).class_names
     # All images at once instead of 250: a sample on the edge may fall to the other side.
-    assert abs(int((np.array(json.loads(done.stdout.splitlines()[-1])) == labels).sum()) - correct) <= 2
-    signature = mlflow.models.get_model_info(path).signature
-    assert signature.inputs.inputs[0].shape == (-1, 1, 12, 12)
+    assert abs(int((np.array(told["logits"]) == labels).sum()) - correct) <= 2
+    assert sum(name == names[label] for name, label in zip(told["classes"], labels, strict=True)) == correct
+    with Path(mlflow.artifacts.download_artifacts(f"runs:/{run.info.run_id}/predictions.csv", dst_path=str(elsewhere))).open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["predicted"] for row in rows] == told["classes"]
+    # To the last bit, in one piece or in evaluate's.
+    assert [float(row["probability"]) for row in rows] == told["probabilities"]
+    assert [row["actual"] for row in rows] == [names[label] for label in labels]
+    outputs = mlflow.models.get_model_info(path).signature.outputs.inputs
+    assert [one.name for one in outputs] == ["class", "probability", *(f"p({name})" for name in names)]
