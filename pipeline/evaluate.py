@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.config import Config, ConfigError, DataError
+from pipeline.config import Config, ConfigError, DataError, digest
 from pipeline.console import Progress
-from pipeline.data import store
+from pipeline.data import Split, store
 from pipeline.files import Paths, atomic_write
 from pipeline.job import Job
 from pipeline.plan import resolved
@@ -53,7 +53,7 @@ def run(config: Config, paths: Paths) -> int:
         job.result.unlink(missing_ok=True)
 
         def finish(journal: Journal, _: Callable[[], str | None]) -> str:
-            return report(job, paths, manifest.class_names, receipt.best.step, journal)
+            return report(job, paths, manifest, receipt, journal)
 
         first_line = run_header(trained, f"{trained.model.name} on {manifest.name} {receipt.fingerprint[:6]}")
         first_line["id"] = receipt.journal
@@ -75,8 +75,9 @@ def published(paths: Paths) -> Receipt:
     return receipt
 
 
-def report(job: Job, paths: Paths, class_names: list[str], step: int, journal: Journal) -> str:
+def report(job: Job, paths: Paths, manifest: store.Manifest, receipt: Receipt, journal: Journal) -> str:
     """Write metrics and plots, and journal both; returns the result in one line."""
+    class_names = manifest.class_names
     figures: dict[str, Any] = json.loads(job.result.read_text())
     confusion, predictions = figures.pop("confusion"), figures.pop("predictions")
     per_class = {
@@ -91,13 +92,17 @@ def report(job: Job, paths: Paths, class_names: list[str], step: int, journal: J
     plots.worst(predictions, split, class_names, folder)
     atomic_write(paths.metrics / "eval.json", (job.run / "eval.json").read_bytes())
     # Not `metrics`, which keeps what a step had before: the newest evaluation counts.
-    journal.event("metrics", step=step, values={f"test/{name}": value for name, value in figures.items()})
+    journal.event("metrics", step=receipt.best.step, values={f"test/{name}": value for name, value in figures.items()})
     for name in ("eval.json", "predictions.csv"):
         journal.event("artifact", path=name, folder=None)
     for path in sorted(path for kind in ("confusion", "classes", "worst") for path in folder.glob(f"{kind}.*")):
         atomic_write(paths.plots / path.name, path.read_bytes())
         journal.event("artifact", path=path.relative_to(job.run).as_posix(), folder="plots")
     describe(journal, job, figures)
+    # Whose code nobody can look up is not to be promoted.
+    clean = bool(receipt.git.get("commit")) and receipt.git.get("dirty") is False
+    tests = digest([manifest.sha256[f"test-{kind}.npy"] for kind in Split._fields])
+    journal.event("evaluated", model=job.config.data.name.partition(":")[0], accuracy=figures["accuracy"], clean=clean, tests=tests[:16])
     return f"test accuracy {figures['accuracy']:.4f} ({figures['correct']} of {figures['total']}), loss {figures['loss']:.4f}"
 
 

@@ -15,6 +15,9 @@ from pipeline.tracking.mlflow_flavor import Program
 # The number of the pipe for `report_answers`.
 ANSWERS = "LOCKSTEP_ANSWERS"
 MODEL_TAG = "lockstep.model"
+CHAMPION = "champion"
+# Of a version of a registered model: on which test images it was measured.
+ACCURACY_TAG, TESTS_TAG, CLEAN_TAG = "test/accuracy", "lockstep.tests", "lockstep.clean"
 # How long a server may take to answer, or to take another piece, in an upload: it answers when it has stored the whole file.
 UPLOAD_SECONDS = 120
 # Small enough that an upload is seen to advance by what has been read of the file, on a slow link too.
@@ -108,3 +111,35 @@ def send_model(client: Any, run_id: str, experiment_id: str, program: Program) -
     with uploading(), mlflow.start_run(run_id=run_id):
         Model.log(None, program, name="model", flavor_name="pytorch")
     client.set_tag(run_id, MODEL_TAG, "model")
+
+
+def register(client: Any, run_id: str, experiment_id: str, evaluated: dict[str, Any]) -> None:
+    """Make the model a version of a registered one; the champion is the best of those that come from committed code."""
+    from mlflow import MlflowException
+
+    logged = client.search_logged_models([experiment_id], f"source_run_id = '{run_id}'", max_results=1)
+    if not logged:
+        # A person has removed it.
+        return
+    name = f"{client.get_experiment(experiment_id).name}-{evaluated['model']}"
+    with contextlib.suppress(MlflowException):
+        # It may be there.
+        client.create_registered_model(name, description="Versions are evaluated runs; the champion has the best test accuracy.")
+    versions = client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'")
+    version = (
+        versions[0] if versions else client.create_model_version(name, f"models:/{logged[0].model_id}", run_id, model_id=logged[0].model_id)
+    )
+    facts = {ACCURACY_TAG: evaluated["accuracy"], TESTS_TAG: evaluated["tests"], CLEAN_TAG: evaluated["clean"]}
+    for tag, value in facts.items():
+        client.set_model_version_tag(name, version.version, tag, str(value))
+    if evaluated["clean"] and _beats_champion(client, name, evaluated):
+        client.set_registered_model_alias(name, CHAMPION, version.version)
+
+
+def _beats_champion(client: Any, name: str, evaluated: dict[str, Any]) -> bool:
+    """Return True if there is no champion, or one that did worse on the same test images."""
+    champion = client.get_registered_model(name).aliases.get(CHAMPION)
+    if champion is None:
+        return True
+    tags = client.get_model_version(name, champion).tags
+    return tags.get(TESTS_TAG) == evaluated["tests"] and float(tags.get(ACCURACY_TAG, "inf")) < evaluated["accuracy"]

@@ -34,6 +34,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "description": {"text": str, "images": list},
     "artifact": {"path": str},
     "model": {"path": str, "shape": list},
+    "evaluated": {"model": str, "accuracy": NUMBER, "clean": bool, "tests": str},
     "ended": {"at": int, "stage": str, "outcome": str},
 }
 

@@ -187,6 +187,9 @@ class Mirror:
         program = Program(self._inside(line["path"]), line["shape"], line.get("classes", []), line.get("precision", "fp32"))
         artifacts.send_model(self._client, self._state.run_id, self._state.experiment_id, program)
 
+    def _on_evaluated(self, line: dict[str, Any]) -> None:
+        artifacts.register(self._client, self._state.run_id, self._state.experiment_id, line)
+
     def _inside(self, name: str) -> Path:
         """A file of this run: a journal from elsewhere may name any."""
         path = (self._run / name).resolve()

@@ -50,6 +50,11 @@ def test_train_and_evaluate_make_one_run_that_tells_all(experiment: Experiment) 
     (run,) = [run for one in client.search_experiments() for run in client.search_runs([one.experiment_id])]
     check_run(run, experiment.json("models/receipt.json"), found[0])
     check_page(client.get_experiment(run.info.experiment_id))
+    # Evaluated twice, and registered once.
+    (version,) = client.search_model_versions("name = 'lockstep-synthetic'")
+    assert (version.run_id, version.tags["test/accuracy"]) == (run.info.run_id, str(found[0]["accuracy"]))
+    clean = experiment.json("models/receipt.json")["git"]["dirty"] is False
+    assert (version.tags["lockstep.clean"], version.aliases) == (str(clean), ["champion"] if clean else [])
     names = {
         artifact.path for folder in ("", "plots", "checkpoints") for artifact in client.list_artifacts(run.info.run_id, folder or None)
     }
@@ -92,7 +97,7 @@ def check_tables(experiment: Experiment, found: dict[str, Any]) -> None:
         for step, values in told.items()
         for name in ("train_loss", "train_accuracy", "train_top5_accuracy")
     )
-    for name in ("confusion.png", "classes.png", "curves.png"):
+    for name in ("confusion.png", "classes.png", "curves.png", "worst.png"):
         assert (experiment.folder / "plots" / name).read_bytes().startswith(b"\x89PNG")
 
 
@@ -144,7 +149,7 @@ def check_run(run: mlflow.entities.Run, receipt: dict[str, Any], found: dict[str
     note = tags["mlflow.note.content"]
     assert receipt["weights_sha256"] in note
     assert note.count("| test accuracy |") == 1 and f"{found['accuracy']:.4f}" in note
-    for name in ("curves", "confusion"):
+    for name in ("curves", "confusion", "worst"):
         assert f"![plots/{name}.png](get-artifact?path=plots/{name}.png&run_uuid={run.info.run_id})" in note
     (dataset,) = [one.dataset for one in run.inputs.dataset_inputs]
     assert dataset.digest == receipt["data_digest"][:12]
