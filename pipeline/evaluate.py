@@ -102,7 +102,7 @@ def report(job: Job, paths: Paths, manifest: store.Manifest, receipt: Receipt, j
     # Whose code nobody can look up is not to be promoted.
     clean = bool(receipt.git.get("commit")) and receipt.git.get("dirty") is False
     tests = digest([manifest.sha256[f"test-{kind}.npy"] for kind in Split._fields])
-    journal.event("evaluated", model=job.config.data.name.partition(":")[0], accuracy=figures["accuracy"], clean=clean, tests=tests[:16])
+    journal.event("evaluated", model=manifest.name.partition(":")[0], accuracy=figures["accuracy"], clean=clean, tests=tests[:16])
     return f"test accuracy {figures['accuracy']:.4f} ({figures['correct']} of {figures['total']}), loss {figures['loss']:.4f}"
 
 
