@@ -51,6 +51,8 @@ class Parts:
     stop: Stopping
     # None if the ranks were asked to stop.
     validate: Callable[[], Result | None]
+    # What machines are busy with; every rank calls it.
+    monitor: Callable[[], dict[str, float]] = dict
 
 
 def run(steps: Steps, parts: Parts) -> tuple[int, bool]:
@@ -84,7 +86,7 @@ def _run(steps: Steps, parts: Parts) -> tuple[int, bool]:
             means = finite(totals.over_ranks(), step)
             rate = {"train/learning_rate": parts.schedule.rate(step - 1), "train/samples": float(step * steps.global_batch)}
             norm = finite(parts.clipping.figures(), step)
-            parts.journal.metrics(means | norm | rate | speed.since_last(step), step)
+            parts.journal.metrics(means | norm | rate | speed.since_last(step) | parts.monitor(), step)
         if step % steps.per_epoch == 0:
             going_on = validated(step, parts)
             speed.restart(step)

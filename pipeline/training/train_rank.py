@@ -41,6 +41,7 @@ from pipeline.training.clipping import Clipping
 from pipeline.training.evaluation import Evaluation
 from pipeline.training.export import export
 from pipeline.training.guard import Diverged, NonFiniteGuard, write_diagnosis
+from pipeline.training.monitor import Monitor
 from pipeline.training.state import State
 from pipeline.training.stopping import Stop
 
@@ -150,6 +151,7 @@ def train(job: Job, group: Ranks, journal: Writer, executor: Executor | None = N
         journal=journal,
         stop=stop,
         validate=lambda: evaluation(model, schedule.autocast_dtype(job.precision), stop.agreed),
+        monitor=Monitor(group, config.dist.nodes),
     )
     step, finished = loop.run(steps, parts)
     stop.close()

@@ -136,6 +136,8 @@ def check_run(run: mlflow.entities.Run, receipt: dict[str, Any], found: dict[str
         "validation/top5_accuracy",
         "best/validation_accuracy",
         "total/hours",
+        "system/cpu_utilization_percentage",
+        "system/system_memory_usage_megabytes",
     }
     assert wanted <= run.data.metrics.keys()
     assert run.data.params["train.learning_rate"] == "0.05"
