@@ -23,6 +23,8 @@ from pipeline.tracking.mirror_state import database_of, read_state, server_id, w
 
 # How late MLflow may make an end: by a server that takes nothing, and by one that goes on taking.
 DEAF_SECONDS, RECEIVING_SECONDS = 8.0, 600.0
+# After a stop request, also where a busy machine lets the mirror, which runs at nice 19, do nothing.
+STOPPED_SECONDS = 40.0
 # How long publishing may wait for MLflow's id of the run, whatever the mirror does.
 RUN_ID_SECONDS = 30
 # What an upload must get on by in that time to be one; certificates and the like are read too.
@@ -147,7 +149,7 @@ class MirrorProcess:
         self._close()
         while self._is_worth_waiting(counts_progress=not stopped) and not hurried.is_set():
             waited_seconds = time.monotonic() - started_at
-            if waited_seconds > RECEIVING_SECONDS:
+            if waited_seconds > (STOPPED_SECONDS if stopped else RECEIVING_SECONDS):
                 break
             if waited_seconds > DEAF_SECONDS and not (announced or stopped):
                 announce(f"MLflow is still receiving; waiting for it, for {RECEIVING_SECONDS:.0f} s at most")
@@ -181,6 +183,7 @@ class MirrorProcess:
         """Wait a moment; returns False once the mirror has ended, or has slept for DEAF_SECONDS since it last got on."""
         if self._process.poll() is not None or self._deaf_seconds > DEAF_SECONDS:
             return False
+        before = time.monotonic()
         time.sleep(0.05)
         with contextlib.suppress(psutil.NoSuchProcess):
             progress = (read_state(self._run).offset, self._read_bytes())
@@ -188,7 +191,8 @@ class MirrorProcess:
             if counts_progress and (self._was_answered() or got_on):
                 self._progress, self._deaf_seconds = progress, 0.0
             elif self._mirror.status() == psutil.STATUS_SLEEPING:
-                self._deaf_seconds += 0.05
+                # On a busy machine a moment is longer.
+                self._deaf_seconds += time.monotonic() - before
         return True
 
     def _was_answered(self) -> bool:

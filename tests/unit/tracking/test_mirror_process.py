@@ -41,6 +41,15 @@ def test_who_asks_again_to_stop_waits_for_no_id(tmp_path: Path) -> None:
     assert mirror.wait() is not None
 
 
+def test_after_a_stop_request_a_mirror_that_a_busy_machine_starves_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror_process, "STOPPED_SECONDS", 1)
+    mirror = suspended_mirror(tmp_path)
+    (tmp_path / "runs" / "0123456789abcdef" / "journal.jsonl").touch()
+    started_at = time.monotonic()
+    assert mirror.finish(Event(), lambda _: None, stopped=True) is not None
+    assert 1 <= time.monotonic() - started_at < 6
+
+
 @pytest.mark.parametrize(
     ("given", "server", "name"),
     [
