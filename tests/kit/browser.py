@@ -24,9 +24,9 @@ def _run(*words: str, wait_ms: int) -> str:
     return done.stdout
 
 
-def content(url: str, wait_ms: int = 0) -> str:
+def content(url: str, wait_ms: int = 0, width: int = 1280, height: int = 900) -> str:
     """Return a page's HTML once its scripts have run."""
-    return _run("--dump-dom", url, wait_ms=wait_ms)
+    return _run(f"--window-size={width},{height}", "--dump-dom", url, wait_ms=wait_ms)
 
 
 def picture(url: str, target: Path, width: int = 1280, height: int = 900, wait_ms: int = 0, dark: bool = False) -> Path:
