@@ -5,7 +5,7 @@ READY := .venv/.ready
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup repro test test-all test-systems test-fast lint lock audit golden faults chaos mutate fuzz bench bench-gpu up ui
+.PHONY: help setup repro test test-all test-systems test-fast lint lock audit golden pictures faults chaos mutate fuzz bench bench-gpu up ui
 
 help: ## print this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ audit: $(READY) ## ask whether a package of the locks has a known hole
 
 golden: $(READY) ## write the golden losses of this kind of machine
 	@python -m pytest tests/ranks/test_golden.py --write-golden
+
+pictures: $(READY) ## train what the README shows, and photograph it; needs Debian's chromium
+	@python -m tests.kit.pictures
 
 faults: $(READY) ## every case of what a run must survive, with a table of what happened
 	@python -m pytest -p tests.faults.report -m fault

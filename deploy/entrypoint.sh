@@ -2,6 +2,6 @@
 # The container's entrypoint: runs a command of the pipeline given by name, or any other program.
 set -eu
 case "${1:---help}" in
-  --help | prepare | train | evaluate | sync | verify | compare | sweep | lead | join | doctor) exec python -m pipeline "$@" ;;
+  --help | prepare | train | evaluate | sync | verify | compare | sweep | watch | lead | join | doctor) exec python -m pipeline "$@" ;;
   *) exec "$@" ;;
 esac

@@ -25,6 +25,7 @@ COMMANDS = {
     "verify": "compute a result again, on as many ranks as you like, and say whether every bit is the same",
     "compare": "say which of several runs is best, in what they differ and whether that is fair, and write a page with their curves",
     "sweep": "train every combination of some values, the better half of them further, and the best to the end",
+    "watch": "show from another terminal how a run fares, until it ends",
     "sync": "bring MLflow up to date with the journals of all runs",
     "lead": "run a command, such as dvc repro, whose training other machines take part in",
     "join": "take part in what a leader trains, and leave with its verdict",
@@ -108,6 +109,8 @@ def parser() -> argparse.ArgumentParser:
     each["verify"].add_argument("--world-size", type=number(1, 10000), metavar="N", help="on N ranks of this machine")
     each["verify"].add_argument("--from-step", type=number(0, 10**9), default=0, metavar="S", help="from the checkpoint of step S")
     each["verify"].add_argument("--steps", type=number(1, 10**9), metavar="K", help="K steps alone")
+    named = "a run's folder (default: that whose journal was written last)"
+    each["watch"].add_argument("result", nargs="?", type=Path, metavar="RUN", help=named)
     runs = "receipts, folders with one, runs' folders, or folders of runs (default: runs/)"
     each["compare"].add_argument("results", nargs="*", type=Path, metavar="RUN", help=runs)
     each["compare"].add_argument("--html", type=Path, metavar="FILE", help="where the page goes (default: compare.html beside params.yaml)")

@@ -25,7 +25,7 @@ FLOORS = [
     {"launch", "training"},
     {"cluster", "doctor"},
     {"plan", "stage"},
-    {"prepare", "train", "evaluate", "sync", "verify", "compare"},
+    {"prepare", "train", "evaluate", "sync", "verify", "compare", "watch"},
     {"join", "sweep"},
     {"lead"},
     {"__main__"},

@@ -109,7 +109,9 @@ def send_model(client: Any, run_id: str, experiment_id: str, program: Program) -
         client.delete_logged_model(model.model_id)
     # Within its run: else it would be in MLflow's default experiment.
     with uploading(), mlflow.start_run(run_id=run_id):
-        Model.log(None, program, name="model", flavor_name="pytorch")
+        # Else it would have the path of this process's script.
+        tags = {"mlflow.source.name": "pipeline"}
+        Model.log(None, program, name="model", flavor_name="pytorch", tags=tags)
     client.set_tag(run_id, MODEL_TAG, "model")
 
 

@@ -46,6 +46,7 @@ ELSEWHERE = {
     "make test-fast": "tests/containers/test_other_system.py",
     "make test-all": ".ci/run",
     "make test-systems": ".ci/run",
+    "make pictures": "nobody: its pictures are looked at; tests/commands/test_mlflow_pages.py looks at the pages",
     "make golden": "nobody: it rewrites what the tests compare with",
     "make lock": "nobody: it needs a package index, and its answer changes by the day",
     "make audit": "nobody: it needs a service for vulnerabilities",

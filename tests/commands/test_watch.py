@@ -1,0 +1,57 @@
+"""Watch: a second terminal shows a training while it runs, and how it ended."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from pipeline import watch
+from pipeline.config import Config, ConfigError
+from pipeline.files import Paths
+from tests.kit.experiment import LONGER, Experiment
+from tests.kit.finished import finish, pretend
+from tests.kit.trainings import wait_for_step
+
+
+@pytest.mark.slow
+def test_a_training_is_watched_until_it_stops(experiment: Experiment) -> None:
+    experiment.set(**LONGER).run("prepare")
+    training = experiment.start("train")
+    wait_for_step(experiment, 20, training)
+    watching = experiment.start("watch")
+    wait_for_step(experiment, 90, training)
+    assert watching.poll() is None
+    training.send_signal(signal.SIGINT)
+    training.communicate(timeout=60)
+    said, _ = watching.communicate(timeout=20)
+    assert watching.returncode == 0, said
+    first, second, *others = said.splitlines()
+    assert first.startswith(f"{experiment.run_folder}: lenet on synthetic:6000")
+    assert second.startswith("step ") and ", train/loss " in second
+    assert any(line.startswith(("epoch 2/4  validation loss ", "epoch 1/4  validation loss ")) for line in others)
+    assert others[-1].startswith("train: stopped: stopped on request at step ")
+
+
+def test_a_finished_run_is_told_and_nothing_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch)
+    run, paths = finish(tmp_path), Paths(tmp_path / "params.yaml")
+    assert watch.run(Config(), paths, None) == 0
+    said = capsys.readouterr().err
+    assert "step 3 of " in said
+    assert "validation/accuracy 0.75" in said
+    assert said.splitlines()[-1] == "train: done"
+    with pytest.raises(ConfigError, match="is neither a receipt nor the folder of a run"):
+        watch.run(Config(), paths, tmp_path / "nothing")
+    (run / "status.json").write_text('{"outcome": "running", "process": "999999999 on elsewhere", "stage": "train"}')
+    assert watch.is_running(watch.status(run))
+    assert watch.ending(watch.status(run)) == "killed: nobody works on it, and it has no ending"
+    (run / "status.json").write_text("{")
+    assert not watch.is_running(watch.status(run))
+    assert watch.ending(watch.status(run)) == "it has not begun"
+
+
+def test_no_run_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run is there; run: python -m pipeline train"):
+        watch.run(Config(), Paths(tmp_path / "params.yaml"), None)
