@@ -53,6 +53,9 @@ def export(job: Job) -> None:
     example = torch.zeros((EXAMPLE_IMAGES, *manifest.shape), dtype=torch.uint8)
     # "AUTO": the number of images is free where the model allows it.
     program = torch.export.export(classifier, (example,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    for node in program.graph.nodes:
+        # The paths of this machine's source.
+        node.meta.pop("stack_trace", None)
     # Into memory: on a full disk torch's own writer ends the process.
     packed = io.BytesIO()
     torch.export.save(program, packed)
