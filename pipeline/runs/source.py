@@ -26,8 +26,6 @@ RECORDS = (
     "timeouts",
     # Names for `check`, which runs before any rank.
     "models.torchvision_names",
-    # Says what machines are busy with.
-    "training.monitor",
     # Chooses the step to stop at; going on from any step gives the same bits.
     "training.stopping",
 )
