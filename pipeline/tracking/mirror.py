@@ -184,7 +184,7 @@ class Mirror:
             self._client.log_artifact(self._state.run_id, str(self._inside(line["path"])), line["folder"])
 
     def _on_model(self, line: dict[str, Any]) -> None:
-        program = Program(self._inside(line["path"]), line["shape"], line.get("classes", []), line.get("precision", "fp32"))
+        program = Program(self._inside(line["path"]), line)
         artifacts.send_model(self._client, self._state.run_id, self._state.experiment_id, program)
 
     def _on_evaluated(self, line: dict[str, Any]) -> None:

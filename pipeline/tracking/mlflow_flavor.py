@@ -18,8 +18,11 @@ SERVED = "lockstep_served_model"
 class Program:
     """What MLflow calls a flavor: a `torch.export` program that takes uint8 images of one shape and gives logits."""
 
-    def __init__(self, file: Path, shape: list[int], class_names: list[str], precision: str):
-        self._file, self._shape, self._class_names, self._precision = file, shape, class_names, precision
+    def __init__(self, file: Path, line: dict[str, Any]):
+        self._file, self._shape = file, line["shape"]
+        # The journal of an earlier version has no names.
+        self._class_names: list[str] = line.get("classes") or [str(number) for number in range(line.get("num_classes", 0))]
+        self._precision: str = line.get("precision", "fp32")
 
     def save_model(self, path: str, mlflow_model: Any) -> None:
         """Fill the folder: `mlflow.pytorch.load_model` reads logits from it, `mlflow.pyfunc.load_model` class names and probabilities."""

@@ -45,13 +45,13 @@ def before(run: Path) -> Before:
 
 
 def figures(run: Path) -> Counter[tuple[Any, ...]]:
-    """Every value of every metric, but for speeds and hours."""
+    """Every value of every metric, but for speeds, hours and what machines are busy with."""
     return Counter(
         (name, line["step"], value)
         for line in lines_of(run)
         if line["kind"] == "metrics"
         for name, value in line["values"].items()
-        if "per_second" not in name and name != "total/hours"
+        if "per_second" not in name and not name.startswith(("total/", "system/"))
     )
 
 

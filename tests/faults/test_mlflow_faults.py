@@ -53,7 +53,7 @@ def in_mlflow(uri: str, tag: str) -> dict[str, Any]:
     metrics = {
         name: sorted((one.step, one.value) for one in client.get_metric_history(run.info.run_id, name))
         for name in run.data.metrics
-        if "per_second" not in name and name != "total/hours"
+        if "per_second" not in name and not name.startswith(("total/", "system/"))
     }
     tags = {name: value.replace(run.info.run_id, "RUN") for name, value in run.data.tags.items() if name not in OWN_TAGS}
     models = len(client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'"))

@@ -35,7 +35,7 @@ def raw_figures(run: Path) -> list[tuple[Key, Any]]:
     path = run / "journal.jsonl"
     lines = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
     figures = [((name, line["step"]), value) for line in lines if line["kind"] == "metrics" for name, value in line["values"].items()]
-    return [one for one in figures if "per_second" not in one[0][0]]
+    return [one for one in figures if "per_second" not in one[0][0] and not one[0][0].startswith("system/")]
 
 
 class Unhurt:

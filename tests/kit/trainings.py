@@ -78,7 +78,7 @@ def same_figures(experiment: Experiment, other: Experiment, but: str | None = No
             for line in one.journal("metrics")
             for name, value in line["values"].items()
             # `dvc repro` evaluates too; what is of one day and one machine is no figure of learning.
-            if "per_second" not in name and not name.startswith(("test/", "total/"))
+            if "per_second" not in name and not name.startswith(("test/", "total/", "system/"))
         ]
         for one in (experiment, other)
     ]

@@ -30,9 +30,9 @@ def files(job: Job) -> dict[str, bytes]:
 
 
 def lines(job: Job) -> dict[tuple[int, str], float]:
-    """Every figure of the journal but the speed, each of which is there once."""
+    """Every figure of learning in the journal, each of which is there once."""
     told = [(line["step"], *one) for line in read(job.journal) if line["kind"] == "metrics" for one in line["values"].items()]
-    found = {(step, name): value for step, name, value in told if name != "train/images_per_second"}
+    found = {(step, name): value for step, name, value in told if name.startswith(("train/", "validation/")) and "per_second" not in name}
     assert len({(step, name) for step, name, _ in told}) == len(told)
     return found
 

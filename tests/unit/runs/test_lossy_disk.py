@@ -51,7 +51,7 @@ def figures(run: Path) -> list[Any]:
         for line in lines
         if line["kind"] == "metrics"
         for name, value in line["values"].items()
-        if "per_second" not in name
+        if "per_second" not in name and not name.startswith("system/")
     ]
 
 
