@@ -38,6 +38,7 @@ class Monitor:
         if self._ranks.size == 1:
             return [own]
         row = torch.tensor(own, dtype=torch.float64)
+        self._ranks.heartbeat.waiting()
         return self._ranks.collected(row, [len(own)] * self._ranks.size).view(-1, len(own)).tolist()
 
     def _busy(self) -> float:
