@@ -102,7 +102,8 @@ def report(job: Job, paths: Paths, manifest: store.Manifest, receipt: Receipt, j
     # Whose code nobody can look up is not to be promoted.
     clean = bool(receipt.git.get("commit")) and receipt.git.get("dirty") is False
     tests = digest([manifest.sha256[f"test-{kind}.npy"] for kind in Split._fields])
-    journal.event("evaluated", model=manifest.name.partition(":")[0], accuracy=figures["accuracy"], clean=clean, tests=tests[:16])
+    told = {"accuracy": figures["accuracy"], "clean": clean, "tests": tests[:16], "step": receipt.best.step}
+    journal.event("evaluated", model=manifest.name.partition(":")[0], **told)
     return f"test accuracy {figures['accuracy']:.4f} ({figures['correct']} of {figures['total']}), loss {figures['loss']:.4f}"
 
 

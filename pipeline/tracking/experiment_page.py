@@ -1,7 +1,10 @@
 """What people meet first in MLflow: the experiment's page, as one of model training, and its table with the columns that matter."""
 
 import json
+from pathlib import Path
 from typing import Any
+
+from pipeline.tracking.mirror_state import database_of
 
 # Else a browser that has never seen MLflow shows traces and judges.
 WORKFLOW = "workflowType=machine_learning"
@@ -32,8 +35,19 @@ def described(experiment_id: str) -> dict[str, str]:
     return TAGS | {"mlflow.note.content": text}
 
 
-def prepare_page(client: Any, experiment: Any) -> None:
-    """Give an experiment the tags that it lacks; what a person has changed stays."""
-    for name, value in described(experiment.experiment_id).items():
-        if name not in experiment.tags:
-            client.set_experiment_tag(experiment.experiment_id, name, value)
+def prepared_experiment(client: Any, name: str, run: Path) -> str:
+    """Return the id of the run's experiment, which has the tags of its page; what a person has changed of them stays."""
+    experiment = client.get_experiment_by_name(name) or client.get_experiment(_new_experiment(client, name, run))
+    for tag, value in described(experiment.experiment_id).items():
+        if tag not in experiment.tags:
+            client.set_experiment_tag(experiment.experiment_id, tag, value)
+    return str(experiment.experiment_id)
+
+
+def _new_experiment(client: Any, name: str, run: Path) -> str:
+    # With a server, the server says where artifacts go.
+    uri = client.tracking_uri
+    # Beside a local database, else beside runs/, wherever that is now: a journal from elsewhere names another folder.
+    store = database_of(uri) or run.resolve().parents[1] / "mlflow.db"
+    artifacts = None if uri.startswith("http") else store.with_name("mlartifacts").as_uri()
+    return str(client.create_experiment(name, artifact_location=artifacts))

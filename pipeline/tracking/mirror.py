@@ -19,12 +19,13 @@ from typing import Any
 from pipeline.config import MachineError
 from pipeline.files import locked
 from pipeline.stop_signals import STOP_SIGNALS
-from pipeline.tracking import artifacts
+from pipeline.tracking import logged_models, uploads
 from pipeline.tracking.database import opening
-from pipeline.tracking.experiment_page import prepare_page
+from pipeline.tracking.experiment_page import prepared_experiment
 from pipeline.tracking.journal import CHECKPOINT, Tail, last, read
-from pipeline.tracking.mirror_state import State, database_of, error_line, read_state, server_id, write_error, write_state
+from pipeline.tracking.mirror_state import State, error_line, read_state, server_id, write_error, write_state
 from pipeline.tracking.mlflow_flavor import Program
+from pipeline.tracking.registry import register
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +47,11 @@ class Mirror:
         self._mlflow, self._metric, self._param, self._tag = mlflow, Metric, Param, RunTag
         self._run = run
         self._pending: list[Any] = []
-        self._has_new_checkpoints = False
         with opening(mlflow.get_tracking_uri()):
             self._client = mlflow.MlflowClient()
         self._state = self._known(read_state(run), server_id(mlflow.get_tracking_uri()))
         self._tail = Tail(run / "journal.jsonl", self._state.offset)
+        self._checkpoints = logged_models.CheckpointUploads(self._client, run)
 
     def _known(self, state: State, server: str) -> State:
         """How far this MLflow has the run: from the beginning, where it is another one or has lost it."""
@@ -72,8 +73,7 @@ class Mirror:
                 if len(self._pending) < BATCH:
                     continue
             elif line["kind"] == CHECKPOINT:
-                # Of several that are new, one is enough: MLflow gets those that the run keeps now.
-                self._has_new_checkpoints = True
+                self._checkpoints.changed()
                 continue
             self._flush()
             handler = getattr(self, f"_on_{line['kind']}", None)
@@ -82,11 +82,12 @@ class Mirror:
             self._mark()
         self._flush()
         self._mark()
+        if self._state.run_id:
+            self._checkpoints.start(self._state.run_id, self._state.experiment_id)
 
     def failed(self) -> None:
         """Go back to what is certain to be in MLflow."""
         self._pending.clear()
-        self._has_new_checkpoints = False
         self._tail.offset = self._state.offset
 
     def settle(self) -> None:
@@ -99,6 +100,7 @@ class Mirror:
             self._state = replace(self._state, offset=0)
             write_state(self._run, self._state)
             raise self._mlflow.MlflowException(f"MLflow has not kept what it took, such as {lost[0]}")
+        self._checkpoints.finish(self._state.run_id, self._state.experiment_id)
         if last(self._run / "journal.jsonl", "started", "ended").get("kind") == "started":
             self._client.set_terminated(self._state.run_id, "FAILED" if self._outcome() in FAILED else "KILLED")
 
@@ -132,13 +134,10 @@ class Mirror:
         for start in range(0, len(self._pending), BATCH):
             self._client.log_batch(self._state.run_id, metrics=self._pending[start : start + BATCH])
         self._pending.clear()
-        if self._has_new_checkpoints:
-            artifacts.send_checkpoints(self._client, self._state.run_id, self._run)
-            self._has_new_checkpoints = False
 
     def _on_run(self, line: dict[str, Any]) -> None:
         """Find the run by our own tag before creating it: a create that was repeated would make two."""
-        experiment = self._experiment(line["experiment"])
+        experiment = prepared_experiment(self._client, line["experiment"], self._run)
         found = self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{line['id']}'", max_results=1)
         if found:
             run_id = found[0].info.run_id
@@ -149,21 +148,8 @@ class Mirror:
             raise self._mlflow.MlflowException("the server has made a run without an id")
         self._client.log_batch(run_id, params=[self._param(name, str(value)) for name, value in line["params"].items()])
         if "dataset" in line:
-            artifacts.name_dataset(self._client, run_id, line["dataset"])
+            logged_models.name_dataset(self._client, run_id, line["dataset"])
         self._state = replace(self._state, run_id=run_id, experiment_id=experiment)
-
-    def _experiment(self, name: str) -> str:
-        experiment = self._client.get_experiment_by_name(name) or self._client.get_experiment(self._new_experiment(name))
-        prepare_page(self._client, experiment)
-        return str(experiment.experiment_id)
-
-    def _new_experiment(self, name: str) -> str:
-        # With a server, the server says where artifacts go.
-        uri = self._mlflow.get_tracking_uri()
-        # Beside a local database, else beside runs/, wherever that is now: a journal from elsewhere names another folder.
-        store = database_of(uri) or self._run.resolve().parents[1] / "mlflow.db"
-        artifacts = None if uri.startswith("http") else store.with_name("mlartifacts").as_uri()
-        return str(self._client.create_experiment(name, artifact_location=artifacts))
 
     def _on_started(self, line: dict[str, Any]) -> None:
         self._client.update_run(self._state.run_id, status="RUNNING")
@@ -180,15 +166,19 @@ class Mirror:
         self._on_tags({"tags": {"mlflow.note.content": "\n\n".join([line["text"], *images])}})
 
     def _on_artifact(self, line: dict[str, Any]) -> None:
-        with artifacts.uploading():
+        with uploads.uploading():
             self._client.log_artifact(self._state.run_id, str(self._inside(line["path"])), line["folder"])
 
     def _on_model(self, line: dict[str, Any]) -> None:
         program = Program(self._inside(line["path"]), line)
-        artifacts.send_model(self._client, self._state.run_id, self._state.experiment_id, program)
+        logged_models.send_model(self._client, self._state.run_id, self._state.experiment_id, program)
 
     def _on_evaluated(self, line: dict[str, Any]) -> None:
-        artifacts.register(self._client, self._state.run_id, self._state.experiment_id, line)
+        model = logged_models.find_model(self._client, self._state.run_id, self._state.experiment_id)
+        # A person may have removed it.
+        if model is not None:
+            register(self._client, self._state.run_id, model, line)
+            logged_models.give_metrics(self._client, self._state.run_id, model.model_id, self._run / "journal.jsonl", line.get("step", -1))
 
     def _inside(self, name: str) -> Path:
         """A file of this run: a journal from elsewhere may name any."""
@@ -198,6 +188,8 @@ class Mirror:
         return path
 
     def _on_ended(self, line: dict[str, Any]) -> None:
+        # What is marked as ended is never looked at again.
+        self._checkpoints.finish(self._state.run_id, self._state.experiment_id)
         self._on_tags({"tags": {"lockstep.outcome": line["outcome"]}})
         self._client.set_terminated(self._state.run_id, STATUS.get(line["outcome"], "FAILED"), line["at"])
 
@@ -208,9 +200,9 @@ def follow(run: Path, closed: threading.Event) -> bool:
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
-    artifacts.limit_send_buffers()
-    if artifacts.ANSWERS in os.environ:
-        artifacts.report_answers(int(os.environ[artifacts.ANSWERS]))
+    uploads.limit_send_buffers()
+    if uploads.ANSWERS in os.environ:
+        uploads.report_answers(int(os.environ[uploads.ANSWERS]))
     write_error(run, None)
     mirror: Mirror | None = None
     while True:

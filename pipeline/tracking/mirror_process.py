@@ -16,10 +16,10 @@ import psutil
 
 from pipeline.config import ConfigError
 from pipeline.files import Paths
-from pipeline.tracking.artifacts import ANSWERS
 from pipeline.tracking.experiment_page import WORKFLOW
 from pipeline.tracking.journal import last
 from pipeline.tracking.mirror_state import database_of, read_state, server_id, write_error
+from pipeline.tracking.uploads import ANSWERS
 
 # How late MLflow may make an end: by a server that takes nothing, and by one that goes on taking.
 DEAF_SECONDS, RECEIVING_SECONDS = 8.0, 600.0

@@ -51,7 +51,8 @@ def test_mlflow_holds_one_run_with_its_checkpoints_no_secret_and_no_path(experim
         if number == 0:
             (run,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
             assert run.info.status == "KILLED"
-            assert [one.path for one in client.list_artifacts(run.info.run_id, "checkpoints") if "step-" in one.path]
+            checkpoints = client.search_logged_models([run.info.experiment_id])
+            assert [one.name for one in checkpoints if one.status == "READY" and one.name.startswith("step-")]
     experiment.run("train", **environment)
     experiment.run("evaluate", **environment)
     (run,) = client.search_runs([one.experiment_id for one in client.search_experiments()])

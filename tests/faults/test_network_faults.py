@@ -3,10 +3,13 @@
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
+from pipeline.runs.checkpoints import sha256_of_file as digest_of
 from tests.kit.compose import free_port
 from tests.kit.experiment import ROOT, Experiment, clean_environment
 from tests.kit.leading import LONG, digest, end, experiment_in
@@ -14,6 +17,8 @@ from tests.kit.networks import Link
 from tests.kit.servers import Server
 from tests.kit.waiting import until
 
+Note = Callable[[str, object], None]
+RESNET = {"model__name": "resnet18", "data": {"name": "synthetic:720", "image_size": 12}, "train__epochs": 3, "checkpoint__keep": 1}
 # Ranks that stand still are noticed in seconds.
 WATCHED = LONG | {"dist__timeout_seconds": 20, "train__epochs": 20}
 
@@ -127,3 +132,40 @@ def test_a_network_to_mlflow_that_stays_away_costs_a_warning(tmp_path: Path) -> 
         code, said = end(synced)
         assert code == 0, said
         server.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.fault(34, "10 Mbit/s between the ranks and MLflow, and ResNet-18's files to send")
+def test_a_slow_link_to_mlflow_gets_every_file_and_the_training_waits_for_none(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    with Link(a_is_here=True) as link:
+        server = Server(tmp_path / "server", host=link.addresses["a"]).start()
+        link.limit("10mbit")
+        experiment = experiment_in(tmp_path / "one", **RESNET)
+        experiment.run("prepare")
+        process = start(link, "b", experiment, "train", MLFLOW_TRACKING_URI=server.uri)
+        client = MlflowClient(server.uri)
+        until(lambda: list(experiment.folder.glob("runs/*/journal.jsonl")), process)
+        until(lambda: experiment.journal("finished"), process, 240)
+        (run,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
+        behind = max(line["step"] for line in experiment.journal("metrics") if "train/loss" in line["values"])
+        # Figures overtake files: a checkpoint is on its way, and the last loss is there within seconds.
+        checkpoints = client.search_logged_models([run.info.experiment_id])
+        assert [one.status for one in checkpoints if one.status != "READY"] == ["PENDING"]
+        until(lambda: client.get_metric_history(run.info.run_id, "train/loss")[-1].step == behind, process, 20)
+        finished_at = time.monotonic()
+        code, said = end(process, 420)
+        late = time.monotonic() - finished_at
+        assert code == 0, said
+        assert "MLflow does not have all of it yet" not in said
+        assert client.get_run(run.info.run_id).info.status == "FINISHED"
+        models = {one.name: one for one in client.search_logged_models([run.info.experiment_id])}
+        kept = sorted(experiment.run_folder.glob("checkpoints/*.safetensors"))
+        assert models.keys() == {"model", *(path.stem for path in kept)}
+        assert {one.status for one in models.values()} == {"READY"}
+        sent = {digest_of(path) for path in (tmp_path / "server" / "artifacts").rglob("*") if path.is_file()}
+        assert {digest_of(path) for path in (*kept, experiment.run_folder / "model.pt2")} <= sent
+        server.kill()
+    megabytes = sum(path.stat().st_size for path in (*kept, experiment.run_folder / "model.pt2")) / 1e6
+    record_property("happened", f"{megabytes:.0f} MB whole, {late:.0f} s after the last step; figures within seconds")

@@ -84,6 +84,28 @@ class Link:
                 else:
                     heapq.heappush(on_the_way, (time.monotonic() + self.delay_seconds, next(numbers), self._devices[end], packet))
 
+    def limit(self, rate: str) -> None:
+        """Carry no more than this, such as 10mbit, either way from now on."""
+        for side in self.addresses:
+            shape = (
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                f"ls{os.getpid()}{side}",
+                "root",
+                "tbf",
+                "rate",
+                rate,
+                "burst",
+                "32kbit",
+                "latency",
+                "400ms",
+            )
+            shaped = subprocess.run([*self.within(side), *shape], capture_output=True, text=True)
+            if shaped.returncode:
+                pytest.skip(f"this kernel cannot limit a link: {shaped.stderr.strip()}")
+
     def within(self, side: str) -> tuple[str, ...]:
         """What a command is to be started with."""
         return ("ip", "netns", "exec", self._namespaces[side]) if side in self._namespaces else ()

@@ -1,0 +1,34 @@
+"""A run's model as a version of a registered one, and the alias of the best of them."""
+
+import contextlib
+from typing import Any
+
+CHAMPION = "champion"
+# Of a version of a registered model: on which test images it was measured.
+ACCURACY_TAG, TESTS_TAG, CLEAN_TAG = "test/accuracy", "lockstep.tests", "lockstep.clean"
+
+
+def register(client: Any, run_id: str, model: Any, evaluated: dict[str, Any]) -> None:
+    """Make a logged model a version of a registered one; the champion is the best of those that come from committed code."""
+    from mlflow import MlflowException
+
+    name = f"{client.get_experiment(model.experiment_id).name}-{evaluated['model']}"
+    with contextlib.suppress(MlflowException):
+        # It may be there.
+        client.create_registered_model(name, description="Versions are evaluated runs; the champion has the best test accuracy.")
+    versions = client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'")
+    version = versions[0] if versions else client.create_model_version(name, f"models:/{model.model_id}", run_id, model_id=model.model_id)
+    facts = {ACCURACY_TAG: evaluated["accuracy"], TESTS_TAG: evaluated["tests"], CLEAN_TAG: evaluated["clean"]}
+    for tag, value in facts.items():
+        client.set_model_version_tag(name, version.version, tag, str(value))
+    if evaluated["clean"] and _beats_champion(client, name, evaluated):
+        client.set_registered_model_alias(name, CHAMPION, version.version)
+
+
+def _beats_champion(client: Any, name: str, evaluated: dict[str, Any]) -> bool:
+    """Return True if there is no champion, or one that did worse on the same test images."""
+    champion = client.get_registered_model(name).aliases.get(CHAMPION)
+    if champion is None:
+        return True
+    tags = client.get_model_version(name, champion).tags
+    return tags.get(TESTS_TAG) == evaluated["tests"] and float(tags.get(ACCURACY_TAG, "inf")) < evaluated["accuracy"]
