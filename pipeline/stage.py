@@ -6,7 +6,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from pipeline.config import Config, PeerError
 from pipeline.console import Progress
 from pipeline.files import Paths
 from pipeline.hardware import machine
+from pipeline.hardware.sharing import gpus_taken
 from pipeline.job import Job
 from pipeline.launch import outcome, supervisor
 from pipeline.launch.failures import FINAL_EXITS, Failure
@@ -30,6 +31,8 @@ from pipeline.tracking.mirror_process import MirrorProcess, address
 
 # The agent has no ranks for so long: it waits in the rendezvous for one that has stopped, or that is lost.
 IDLE_SECONDS, WAITING_SECONDS = 3, 10
+# How often to look whether GPUs are free.
+GPU_SECONDS = 0.5
 Publish = Callable[[Journal, Callable[[], str | None]], str]
 
 
@@ -65,22 +68,33 @@ class RankStage:
     def _code(
         self, module: str, header: dict[str, Any], tags: dict[str, Any], around: tuple[Progress, StopRequest], publish: Publish
     ) -> int:
-        try:
-            members = self._membership(around[0].say)
-        except StopRequested as request:
-            return self._stopped_before_start(str(request), around[0])
-        try:
-            return self._run(module, members, self._opened(header, tags), around, publish)
-        finally:
-            members.end_job(PeerError.exit_code)
+        with ExitStack() as taken:
+            try:
+                members = self._membership(*around, taken)
+            except StopRequested as request:
+                return self._stopped_before_start(str(request), around[0])
+            try:
+                return self._run(module, members, self._opened(header, tags), around, publish)
+            finally:
+                members.end_job(PeerError.exit_code)
 
-    def _membership(self, say: Callable[[str], None]) -> Membership:
-        """Return the machines of the job, ready to begin."""
-        if STORE not in os.environ:
-            return Membership(Node.alone(self._job))
-        from pipeline.cluster.leader import lead_job
+    def _membership(self, progress: Progress, stop: StopRequest, taken: ExitStack) -> Membership:
+        """Return the machines of the job, ready to begin; what it takes of this one is given back with `taken`."""
+        if STORE in os.environ:
+            from pipeline.cluster.leader import lead_job
 
-        return lead_job(self._stage, self._job, say)
+            return lead_job(self._stage, self._job, progress.say)
+        said: list[str] = []
+
+        def wait(why: str) -> None:
+            if stop.signal is not None:
+                raise StopRequested("stopped on request while it waited for GPUs")
+            if not said:
+                progress.say(why)
+            said.append(why)
+            time.sleep(GPU_SECONDS)
+
+        return Membership(Node.alone(self._job, taken.enter_context(gpus_taken(self._job, wait))))
 
     def _stopped_before_start(self, cause: str, progress: Progress) -> int:
         run = self._job.run

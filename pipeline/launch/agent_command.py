@@ -41,4 +41,5 @@ def environment(node: Node) -> dict[str, str]:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "LOCKSTEP_LEADS": str(int(node.leads)),
         }
+        | ({} if node.gpus is None else {"CUDA_VISIBLE_DEVICES": node.gpus})
     )

@@ -20,11 +20,13 @@ class Node:
     endpoint: str = "127.0.0.1:0"
     address: str = "127.0.0.1"
     interface: str = "lo"
+    # CUDA_VISIBLE_DEVICES of its ranks, where it is not this process's.
+    gpus: str | None = None
 
     @classmethod
-    def alone(cls, job: Job) -> "Node":
+    def alone(cls, job: Job, gpus: str | None = None) -> "Node":
         """One machine that runs all ranks of a job."""
-        return cls(job.config.dist.world_size, job.config.dist.threads_per_rank)
+        return cls(job.config.dist.world_size, job.config.dist.threads_per_rank, gpus=gpus)
 
 
 class Membership:
