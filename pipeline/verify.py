@@ -2,13 +2,15 @@
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from pipeline import prepare
 from pipeline.config import Config, ConfigError, DataError, MachineError
 from pipeline.console import Progress
 from pipeline.data import store
@@ -30,6 +32,8 @@ from pipeline.tracking.journal import Journal
 from pipeline.tracking.receipt import Receipt, best_epoch, epochs
 
 EQUAL, DIVERGED, NOT_COMPARABLE = 0, 1, 4
+# What an identity holds of the data.
+DATA = ("prepared data", "source data")
 
 
 @dataclass(frozen=True)
@@ -80,21 +84,25 @@ def on_ranks(config: Config, world_size: int | None) -> Config:
 def verified(claim: Claim, paths: Paths, from_step: int, steps: int | None, world_size: int | None) -> int:
     """Compute it again and print the verdict; returns 0, 1 or 4."""
     config, placement = resolved(on_ranks(claim.config, world_size))
-    manifest = store.read_manifest(paths.prepared)
-    differing, source = differences(claim.identity, run_identity(config, placement, manifest.identity))
+    data = {name: claim.identity[name] for name in DATA if name in claim.identity}
+    differing, source = differences(claim.identity, run_identity(config, placement, data))
     if differing:
         return verdict(claim, NOT_COMPARABLE, f"not comparable because {'; '.join(differing)}")
-    per_epoch = manifest.counts["train"] // config.dist.images_per_step
-    with run_lock(claim.run / "lock", lock_seconds(config.dist.grace_seconds)) as lock:
+    with run_lock(claim.run / "lock", lock_seconds(config.dist.grace_seconds)) as lock, prepared_for(claim, paths) as prepared:
+        manifest = store.read_manifest(prepared)
+        differing, _ = differences(data, {name: manifest.identity[name] for name in data})
+        if differing:
+            return verdict(claim, NOT_COMPARABLE, f"not comparable because {'; '.join(differing)}")
+        per_epoch = manifest.counts["train"] // config.dist.images_per_step
         span = span_of(claim, from_step, steps, per_epoch * config.train.epochs)
         check_files(claim)
-        store.verify(paths.prepared, manifest, ("train", "validation"))
+        store.verify(prepared, manifest, ("train", "validation"))
         job = Job(
             config=config,
             device=placement.device,
             backend=placement.backend,
             precision=placement.precision,
-            prepared=paths.prepared,
+            prepared=prepared,
             run=claim.run / "verify",
             until=span.until,
         )
@@ -109,6 +117,25 @@ def verified(claim: Claim, paths: Paths, from_step: int, steps: int | None, worl
         shutil.rmtree(job.run, ignore_errors=True)
     changed = f"; changed since: {', '.join(source)}" if source else ""
     return verdict(claim, code, f"{text}, on {config.dist.world_size} rank{'s' if config.dist.world_size > 1 else ''}{changed}")
+
+
+@contextmanager
+def prepared_for(claim: Claim, paths: Paths) -> Generator[Path]:
+    """Yield a folder with its prepared data: the checkout's own, or one for the time of the block, as after a training with another seed."""
+    try:
+        is_here = store.read_manifest(paths.prepared).digest == claim.identity.get("prepared data")
+    except DataError:
+        is_here = False
+    if is_here:
+        yield paths.prepared
+        return
+    folder = claim.run / "verify-data"
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        prepare.run(claim.config, paths, folder)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def computed(claim: Claim, span: Span, stage: RankStage, job: Job, per_epoch: int) -> int:

@@ -25,8 +25,8 @@ FLOORS = [
     {"launch", "training"},
     {"cluster", "doctor"},
     {"plan", "stage"},
-    {"prepare", "train", "evaluate", "sync", "verify", "compare", "watch"},
-    {"join", "sweep"},
+    {"prepare", "train", "evaluate", "sync", "compare", "watch"},
+    {"join", "sweep", "verify"},
     {"lead"},
     {"__main__"},
 ]

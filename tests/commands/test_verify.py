@@ -15,6 +15,7 @@ from pipeline import verify
 from pipeline.config import Config, ConfigError, DataError, digest
 from pipeline.files import Paths
 from tests.kit.checkout import clone_of
+from tests.kit.compose import free_port
 from tests.kit.experiment import Experiment, clean_environment
 from tests.kit.trainings import mlflow_runs
 from tests.kit.waiting import until
@@ -56,6 +57,26 @@ def test_a_true_receipt_is_bit_equal_on_any_ranks_and_leaves_nothing_behind(fini
     assert "bit-equal: 116 figures of steps 1 to 22, all tensors of step 20, all tensors of step 22, both digests, on 4 ranks" in said
     assert sorted(path for path in finished.folder.rglob("*") if path.is_file()) == files
     assert len(mlflow_runs(finished)) == 1
+
+
+def test_all_runs_are_verified_with_the_data_of_their_seeds_also_with_a_leader(copy: Copy, tmp_path: Path) -> None:
+    experiment = copy().set(seed=2)
+    experiment.run("prepare")
+    experiment.run("train")
+    said = experiment.run("verify", "--all", "--steps", "12")
+    assert said.count("bit-equal: 62 figures of steps 1 to 12, on 2 ranks") == 2, said
+    assert not list(experiment.folder.glob("runs/*/verify*"))
+    shutil.rmtree(experiment.folder / "data")
+    port, worker = str(free_port()), Experiment(tmp_path / "worker")
+    worker.folder.mkdir()
+    worker.set()
+    verify = (sys.executable, "-m", "pipeline", "verify", "--params", str(experiment.params), "--steps", "12")
+    leader = experiment.start("lead", "--workers", "1", "--port", port, *verify)
+    joined = worker.start("join", f"127.0.0.1:{port}")
+    for process in (leader, joined):
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+        assert process is joined or "bit-equal: 62 figures of steps 1 to 12, on 2 ranks" in said
 
 
 def test_steps_behind_a_checkpoint_of_an_unfinished_run_are_computed_alone(copy: Copy) -> None:
