@@ -121,7 +121,7 @@ def verified(claim: Claim, paths: Paths, from_step: int, steps: int | None, worl
 
 @contextmanager
 def prepared_for(claim: Claim, paths: Paths) -> Generator[Path]:
-    """Yield a folder with its prepared data: the checkout's own, or one for the time of the block, as after a training with another seed."""
+    """Yield a folder with its prepared data: those of the checkout, or else, as for another seed, some that are removed after the block."""
     try:
         is_here = store.read_manifest(paths.prepared).digest == claim.identity.get("prepared data")
     except DataError:
