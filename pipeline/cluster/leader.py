@@ -37,6 +37,7 @@ def lead_job(stage: Literal["train", "evaluate"], job: Job, say: Callable[[str],
         precision=job.precision,
         bitwise_requirements=bitwise_requirements(job),
         gpus=gpus_of_ranks(job.backend, node.ranks),
+        until=job.until,
     )
 
     def stop() -> NoReturn:

@@ -22,6 +22,8 @@ class JobOffer(BaseModel):
     bitwise_requirements: dict[str, str]
     # The UUIDs of the leader's GPUs.
     gpus: list[str] = []
+    # The step at which the job stops, where that is before its end.
+    until: int | None = None
 
 
 class Reply(BaseModel):

@@ -49,6 +49,7 @@ class Readiness:
             precision=offer.precision,
             prepared=self._paths.prepared,
             run=self._paths.runs / offer.run,
+            until=offer.until,
         )
         try:
             placed = resolve(offer.config, machine.detect())
