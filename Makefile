@@ -100,6 +100,7 @@ up: ## the pipeline in containers: leader, worker, and MLflow's UI on 127.0.0.1:
 	@$(COMPOSE) LOCKSTEP_IMAGE=$$(docker image inspect --format '{{.Id}}' $${LOCKSTEP_NAME:-lockstep}) docker compose up
 
 IN := .
+PORT := 5000
 
-ui: $(READY) ## MLflow's UI on the local store, on 127.0.0.1:5000; IN=FOLDER names another store's folder
-	@cd "$(IN)" && MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///mlflow.db --artifacts-destination mlartifacts
+ui: $(READY) ## MLflow's UI on the local store, on 127.0.0.1:5000; IN=FOLDER names another store's folder, PORT=NUMBER another port
+	@cd "$(IN)" && MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow server --host 127.0.0.1 --port $(PORT) --backend-store-uri sqlite:///mlflow.db --artifacts-destination mlartifacts

@@ -43,6 +43,7 @@ INSTEAD = {
 ELSEWHERE = {
     "make lint": ".ci/run",
     "make ui IN=FOLDER": "`make ui`, in the README, with the folder that it has by itself",
+    "make ui PORT=NUMBER": "`make ui`, in the README, with the port that it has by itself",
     "make test-fast": "tests/containers/test_other_system.py",
     "make test-all": ".ci/run",
     "make test-systems": ".ci/run",
