@@ -59,7 +59,9 @@ class Fsdp:
         copy, peers = groups(ranks, settings)
         mesh = DeviceMesh.from_group(copy, ranks.device.type)
         self._sums: list[OrderedReduceScatter] = []
+        names = {part: name for name, part in model.named_modules()}
         for block in [*blocks(model), model]:
+            name = names[block]
             # The root too: weights that it kept would miss an update.
             part = fully_shard(block, mesh=mesh, reshard_after_forward=True)
             # The loss is divided already.
@@ -67,7 +69,7 @@ class Fsdp:
             part.set_force_sum_reduction_for_comms(True)
             part.set_custom_all_gather(Gather(ranks))
             if ordered:
-                self._sums.append(OrderedReduceScatter(lanes, ranks, self._shares))
+                self._sums.append(OrderedReduceScatter(lanes, ranks, self._shares, name))
             part.set_custom_reduce_scatter(self._sums[-1] if ordered else Scatter(ranks, peers))
         self._model: FSDPModule = model
         self._shared: dict[str, Any] = dict(model.named_parameters())
@@ -209,8 +211,10 @@ class Scatter(ReduceScatter):
 class OrderedReduceScatter(Scatter):
     """One block's gradients: those of earlier lanes are kept, and with the last one's this rank's share is summed over all lanes."""
 
-    def __init__(self, lanes: Lanes, ranks: Ranks, slices: int):
+    def __init__(self, lanes: Lanes, ranks: Ranks, slices: int, name: str):
         super().__init__(ranks)
+        # What is not in a block of its own is the root's.
+        self._name = name or "a layer outside of all blocks"
         self._own, self._sum = lanes.own, OrderedSum(lanes, slices=slices)
         self.start()
 
@@ -223,7 +227,7 @@ class OrderedReduceScatter(Scatter):
     def finish(self) -> None:
         """A step ends: a block is part of all lanes or of none."""
         if self._seen not in ([], list(self._own)):
-            raise unused("a block")
+            raise unused(self._name)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
         """Take the gradients of a lane, cut for all ranks; the output holds something after the last one."""
@@ -232,7 +236,7 @@ class OrderedReduceScatter(Scatter):
             # It is kept here longer than FSDP keeps it, and read on this stream.
             input_tensor.record_stream(torch.cuda.current_stream(input_tensor.device))
         if self._stack and self._stack[-1][2].shape != input_tensor.shape:
-            raise unused("a parameter")
+            raise unused(f"a parameter of {self._name}")
         push(self._stack, (self.lane, 1, input_tensor), add)
         if self.lane != self._own[-1]:
             return

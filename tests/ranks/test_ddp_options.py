@@ -24,6 +24,8 @@ CPU = torch.device("cpu")
 class Branches(nn.Module):
     """A layer for every image, one for lane 1 alone, one for step 1 alone, and one for none."""
 
+    lanes: tuple[int, ...] = (1,)
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(7)
@@ -32,9 +34,15 @@ class Branches(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         step, lane = images[0, 0, 0, :2].tolist()
         found = self.every(images.flatten(1))
-        if lane == 1:
+        if lane in self.lanes:
             found = found + self.lane(images.flatten(1))
         return found + self.step(images.flatten(1)) if step == 1 else found
+
+
+class Odd(Branches):
+    """The second of two lanes a rank has a layer of its own, on every rank."""
+
+    lanes = (1, 3)
 
 
 class Early(nn.Module):
@@ -135,6 +143,8 @@ def test_without_the_setting_ddp_says_which_parameter_it_is(run_ranks) -> None:
         for results in run_ranks(size, *((without, (*arguments, off)) for _, arguments in work)):
             why = "model: 3.unused.weight took no part in the loss; set dist.find_unused_parameters: true, or remove it"
             assert results == [why, why]
+    for (why,) in run_ranks(2, (without, (Odd, "fsdp", "ordered", torch.float32, off))):
+        assert why == "model: lane took no part in a lane's loss; set dist.strategy: ddp and find_unused_parameters: true, or remove it"
     for results in run_ranks(4, *((without, (Never, "fsdp", reduction, torch.float32, off)) for reduction in ("ordered", "native"))):
         why = "model: 3.unused.weight took no part in a lane's loss; set dist.strategy: ddp and find_unused_parameters: true, or remove it"
         assert results == [why, why]
