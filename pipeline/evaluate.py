@@ -113,4 +113,5 @@ def describe(journal: Journal, job: Job, figures: dict[str, Any]) -> None:
     if before:
         rows = [row for row in before["text"].splitlines() if not row.startswith("| test accuracy |")]
         rows.append(f"| test accuracy | {figures['accuracy']:.4f} ({figures['correct']} of {figures['total']}) |")
-        journal.event("description", text="\n".join(rows), images=["plots/curves.png", "plots/confusion.png", "plots/worst.png"])
+        own = ["plots/confusion.png", "plots/worst.png"]
+        journal.event("description", text="\n".join(rows), images=[*(path for path in before["images"] if path not in own), *own])

@@ -6,6 +6,7 @@ import os
 import signal
 import struct
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,9 @@ class Heartbeat:
 
     def __init__(self, folder: Path | None):
         self._rank, self._step, self._beats = -1, -1, 0
+        # How long this rank has waited for its peers, since ever.
+        self.waited_seconds = 0.0
+        self._phase, self._since = STARTING, time.monotonic()
         if folder is None:
             self._shown = mmap.mmap(-1, SIZE_BYTES)
             return
@@ -73,6 +77,10 @@ class Heartbeat:
         self._show(LEAVING)
 
     def _show(self, phase: int) -> None:
+        now = time.monotonic()
+        if self._phase == WAITING:
+            self.waited_seconds += now - self._since
+        self._phase, self._since = phase, now
         self._beats += 1
         FORM.pack_into(self._shown, 0, os.getpid(), self._rank, self._step, phase, self._beats, 0)
 

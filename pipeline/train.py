@@ -185,13 +185,14 @@ def publish(run: Path, paths: Paths) -> Receipt:
     return receipt
 
 
-def described(job: Job, receipt: Receipt) -> str:
+def described(job: Job, receipt: Receipt, step_time: str) -> str:
     """Return what people read first of a finished run, as Markdown."""
     best, dist = receipt.best, job.config.dist
     rows = {
         "best validation accuracy": f"{best.validation_accuracy:.4f} in epoch {best.epoch} of {job.config.train.epochs}",
         "model and data": f"{job.config.model.name} on {job.config.data.name}",
         "steps": f"{receipt.steps} of {dist.images_per_step} images, {job.precision}, {dist.strategy}, {dist.reduction}",
+        **({"computing a step, in the median": step_time} if step_time else {}),
         "SHA-256 of the weights": f"`{receipt.weights_sha256}`",
         "fingerprint": f"`{receipt.fingerprint}`; compute it again: `python -m pipeline verify runs/{receipt.fingerprint}`",
     }
@@ -205,11 +206,13 @@ def journal_results(journal: Journal, job: Job, receipt: Receipt) -> None:
     journal.metrics(best, receipt.best.step)
     journal.metrics({"total/hours": receipts.elapsed_seconds(job.journal) / 3600}, receipt.steps)
     journal.event("tags", tags={"lockstep.weights_sha256": receipt.weights_sha256})
-    journal.event("description", text=described(job, receipt), images=["plots/curves.png"])
+    step_time = plots.step_times(job.journal, job.run / "plots")
+    files = [path.relative_to(job.run).as_posix() for stem in ("curves", "ranks") for path in sorted((job.run / "plots").glob(f"{stem}.*"))]
+    journal.event("description", text=described(job, receipt, step_time), images=[path for path in files if path.endswith(".png")])
     for name in ("receipt.json", "params.yaml"):
         journal.event("artifact", path=name, folder=None)
-    for path in sorted((job.run / "plots").glob("curves.*")):
-        journal.event("artifact", path=path.relative_to(job.run).as_posix(), folder="plots")
+    for path in files:
+        journal.event("artifact", path=path, folder="plots")
     # Once more: a rank may have been killed between its last checkpoint and the line behind it.
     journal.event(CHECKPOINT, step=receipt.steps)
     manifest = store.read_manifest(job.prepared)

@@ -1,8 +1,10 @@
 """Curves and tables: as CSV for `dvc plots`, as PNG for people."""
 
 import csv
+import re
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pipeline.data import Split
@@ -11,6 +13,8 @@ from pipeline.tracking.journal import metrics_by_step
 TRAINING = ("train/loss", "train/accuracy", "train/top5_accuracy", "train/learning_rate")
 # Rows and columns of the images that were predicted worst.
 WORST = (4, 6)
+# More are not told apart by colours.
+LEGEND_RANKS = 10
 CURVES = (*TRAINING, "validation/loss", "validation/accuracy", "validation/top5_accuracy")
 
 
@@ -28,6 +32,30 @@ def curves(journal: Path, folder: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
     _save(figure, folder / "curves.png")
+
+
+def step_times(journal: Path, folder: Path) -> str:
+    """Write `ranks.png`: how long each rank computed a step, without its waiting for others; returns that in words, or nothing on GPUs."""
+    times: dict[int, list[tuple[int, float]]] = {}
+    for step, values in metrics_by_step(journal).items():
+        for name, value in values.items():
+            if found := re.fullmatch(r"system/rank_(\d+)_step_milliseconds", name):
+                times.setdefault(int(found[1]), []).append((step, value))
+    if not times:
+        return ""
+    figure, axes = _figure(1, 1, (7, 4))
+    for rank, points in sorted(times.items()):
+        axes.plot(*zip(*points, strict=True), label=f"rank {rank}", linewidth=1)
+    axes.set(xlabel="step", ylabel="ms a step, without waiting", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    if len(times) <= LEGEND_RANKS:
+        axes.legend()
+    _save(figure, folder / "ranks.png")
+    medians = {rank: median(value for _, value in points) for rank, points in times.items()}
+    fastest, slowest = min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)
+    if fastest == slowest:
+        return f"{medians[slowest]:.1f} ms"
+    return f"{medians[fastest]:.1f} ms on rank {fastest} to {medians[slowest]:.1f} ms on rank {slowest}"
 
 
 def confusion(counts: list[list[int]], names: list[str], folder: Path) -> None:

@@ -3,9 +3,10 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from pipeline.heartbeat import Heartbeat
 from pipeline.parallel import Strategy
 from pipeline.tracking.journal import CHECKPOINT, Writer
 from pipeline.training.checkpoint import Checkpoints
@@ -52,7 +53,8 @@ class Parts:
     # None if the ranks were asked to stop.
     validate: Callable[[], Result | None]
     # What machines are busy with; every rank calls it.
-    monitor: Callable[[], dict[str, float]] = dict
+    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
+    monitor: Callable[[float], dict[str, float]] = lambda _: {}
 
 
 def run(steps: Steps, parts: Parts) -> tuple[int, bool]:
@@ -71,7 +73,7 @@ def run(steps: Steps, parts: Parts) -> tuple[int, bool]:
 def _run(steps: Steps, parts: Parts) -> tuple[int, bool]:
     step = parts.checkpoints.restore(parts.state)
     parts.guard.start(step)
-    speed = Speed(steps.global_batch, step)
+    speed = Speed(steps.global_batch, step, parts.heartbeat)
     going_on = not parts.checkpoints.validation_due or validated(step, parts)
     while going_on and step < (steps.until or steps.total) and not parts.stop.agreed():
         parts.schedule.apply(parts.state.optimizer, step)
@@ -86,7 +88,7 @@ def _run(steps: Steps, parts: Parts) -> tuple[int, bool]:
             means = finite(totals.over_ranks(), step)
             rate = {"train/learning_rate": parts.schedule.rate(step - 1), "train/samples": float(step * steps.global_batch)}
             norm = finite(parts.clipping.figures(), step)
-            parts.journal.metrics(means | norm | rate | speed.since_last(step) | parts.monitor(), step)
+            parts.journal.metrics(means | norm | rate | speed.since_last(step) | parts.monitor(speed.own_seconds), step)
         if step % steps.per_epoch == 0:
             going_on = validated(step, parts)
             speed.restart(step)
@@ -132,18 +134,19 @@ def finish_checkpoints(parts: Parts) -> None:
 
 
 class Speed:
-    """Images per second between two log lines."""
+    """Images per second between two log lines, and the seconds that this rank did not wait for others, a step."""
 
-    def __init__(self, global_batch: int, step: int):
-        self._global_batch = global_batch
+    def __init__(self, global_batch: int, step: int, heartbeat: Heartbeat):
+        self._global_batch, self._heartbeat, self.own_seconds = global_batch, heartbeat, 0.0
         self.restart(step)
 
     def restart(self, step: int) -> None:
         """Count from here."""
-        self._step, self._started_at = step, time.monotonic()
+        self._step, self._started_at, self._waited_seconds = step, time.monotonic(), self._heartbeat.waited_seconds
 
     def since_last(self, step: int) -> dict[str, float]:
         """The speed since the last line."""
         images, elapsed_seconds = (step - self._step) * self._global_batch, time.monotonic() - self._started_at
+        self.own_seconds = (elapsed_seconds - self._heartbeat.waited_seconds + self._waited_seconds) / max(step - self._step, 1)
         self.restart(step)
         return {"train/images_per_second": images / max(elapsed_seconds, 1e-9)}

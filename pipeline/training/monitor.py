@@ -11,16 +11,16 @@ MEGABYTE = 1e6
 
 
 class Monitor:
-    """Measures since the last log line; every rank must call it. One rank of a machine speaks for it, each for its own GPU."""
+    """Measures since the last log line; every rank must call it. One rank of a machine speaks for it, each for its own GPU and step."""
 
     def __init__(self, ranks: Ranks, nodes: int):
         self._ranks, self._per_node = ranks, ranks.size // nodes
         self._before = jiffies()
 
-    def __call__(self) -> dict[str, float]:
+    def __call__(self, own_seconds: float) -> dict[str, float]:
         """Return the figures of all machines on rank 0, and what is known here on the others."""
         found: dict[str, float] = {}
-        for rank, (busy, used, share, gpu_used, gpu_share) in enumerate(self._of_ranks()):
+        for rank, (seconds, busy, used, share, gpu_used, gpu_share) in enumerate(self._of_ranks(own_seconds)):
             node, local = divmod(rank, self._per_node)
             # MLflow's name for one of several machines.
             prefix = f"system/node_{node}" if self._ranks.size > self._per_node else "system"
@@ -28,13 +28,16 @@ class Monitor:
                 found[f"{prefix}/cpu_utilization_percentage"] = busy
                 found[f"{prefix}/system_memory_usage_megabytes"] = used
                 found[f"{prefix}/system_memory_usage_percentage"] = share
+            if self._ranks.device.type == "cpu":
+                # A GPU computes while its process has gone on.
+                found[f"system/rank_{rank}_step_milliseconds"] = 1000 * seconds
             if gpu_used:
                 found[f"{prefix}/gpu_{local}_memory_usage_megabytes"] = gpu_used
                 found[f"{prefix}/gpu_{local}_memory_usage_percentage"] = gpu_share
         return found
 
-    def _of_ranks(self) -> list[list[float]]:
-        own = [self._busy(), *memory(), *gpu(self._ranks.device)]
+    def _of_ranks(self, own_seconds: float) -> list[list[float]]:
+        own = [own_seconds, self._busy(), *memory(), *gpu(self._ranks.device)]
         if self._ranks.size == 1:
             return [own]
         row = torch.tensor(own, dtype=torch.float64)

@@ -151,6 +151,7 @@ def train(job: Job, group: Ranks, journal: Writer, executor: Executor | None = N
         journal=journal,
         stop=stop,
         validate=lambda: evaluation(model, schedule.autocast_dtype(job.precision), stop.agreed),
+        heartbeat=group.heartbeat,
         monitor=Monitor(group, config.dist.nodes),
     )
     step, finished = loop.run(steps, parts)

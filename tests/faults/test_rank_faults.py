@@ -14,6 +14,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from pipeline.tracking.journal import last
 from tests.kit.compose import free_port
 from tests.kit.experiment import LONGER, ROOT, Experiment, clean_environment
 from tests.kit.trainings import mlflow_runs, ranks_of, same_figures, status, wait_for_step
@@ -145,6 +146,13 @@ def test_a_hanging_rank_is_named_and_a_slow_one_is_warned_of_once(experiment: Ex
     experiment.set(**LONGER | {"train__epochs": 1}).run("prepare")
     said = with_fault(experiment, "slow:0:0", 0)
     assert said.count("rank 0 is slow: the others wait for it") == 1, said
+    run = experiment.folder / "runs" / experiment.json("models/receipt.json")["fingerprint"]
+    described = last(run / "journal.jsonl", "description")
+    fast, slow = map(float, re.findall(r"([0-9.]+) ms on rank 1 to ([0-9.]+) ms on rank 0 \|", described["text"])[0])
+    # It sleeps for 0.1 s in each of its two lanes.
+    assert slow - fast > 150
+    assert described["images"] == ["plots/curves.png", "plots/ranks.png"]
+    assert (run / "plots" / "ranks.png").stat().st_size > 5000
     record_property("happened", "exit 6 with the line that hung in its stack; then one warning, exit 0")
 
 
