@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 import signal
 import statistics
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import mlflow
 import psutil
 import pytest
+from mlflow.entities import Run
 
 from pipeline.tracking.journal import last
 from tests.faults.test_disk_faults import fill, small_disk
@@ -56,18 +58,25 @@ def in_mlflow(uri: str, tag: str) -> dict[str, Any]:
         if "per_second" not in name and not name.startswith(("total/", "system/"))
     }
     tags = {name: value.replace(run.info.run_id, "RUN") for name, value in run.data.tags.items() if name not in OWN_TAGS}
-    models = len(client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'"))
-    held = {"status": run.info.status, "params": run.data.params, "metrics": metrics, "tags": tags, "models": models}
+    tags = {name: re.sub(r"[0-9.]+ ms on rank \d", "TIME", value) for name, value in tags.items()}
+    held = {"status": run.info.status, "params": run.data.params, "metrics": metrics, "tags": tags}
     data = [(one.dataset.name, one.dataset.digest) for one in run.inputs.dataset_inputs]
-    return held | {"data": data, "artifacts": artifacts(client, run.info.run_id)}
+    models = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'")
+    figures = {one.name: sorted((value.key, value.step) for value in one.metrics or ()) for one in models if one.name != "model"}
+    held |= {"models": sorted((one.name, one.status) for one in models), "figures": figures}
+    return held | {"data": data, "artifacts": artifacts(uri, run)}
 
 
-def artifacts(client: mlflow.MlflowClient, run_id: str) -> dict[str, str]:
-    """The SHA-256 of every file of a run in MLflow."""
+def artifacts(uri: str, run: Run) -> dict[str, str]:
+    """The SHA-256 of every file of a run in MLflow, but for pictures of times, and of its whole checkpoints."""
+    client = mlflow.MlflowClient(uri)
     with tempfile.TemporaryDirectory() as folder:
-        client.download_artifacts(run_id, "", folder)
+        client.download_artifacts(run.info.run_id, "", folder)
+        for model in client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'"):
+            if model.name != "model" and model.status == "READY":
+                mlflow.artifacts.download_artifacts(f"models:/{model.model_id}", dst_path=f"{folder}/checkpoints", tracking_uri=uri)
         files = {path.relative_to(folder).as_posix(): path for path in Path(folder).rglob("*") if path.is_file()}
-        contents = {name: path.read_bytes() for name, path in files.items()}
+        contents = {name: path.read_bytes() for name, path in files.items() if name != "plots/ranks.png"}
     if "receipt.json" in contents:
         learned = {name: value for name, value in json.loads(contents["receipt.json"]).items() if name not in OWN_FACTS}
         contents["receipt.json"] = json.dumps(learned).encode()

@@ -42,7 +42,7 @@ def in_mlflow(uri: str, experiment: str) -> dict[str, str]:
     client = mlflow.MlflowClient(uri)
     runs = [run for one in client.search_experiments() if one.name == experiment for run in client.search_runs([one.experiment_id])]
     assert len(runs) < 2
-    found = {name: sha256 for run in runs for name, sha256 in artifacts(client, run.info.run_id).items()}
+    found = {name: sha256 for run in runs for name, sha256 in artifacts(uri, run).items()}
     return {name: sha256 for name, sha256 in found.items() if name.startswith("checkpoints/")}
 
 

@@ -56,11 +56,15 @@ def test_train_and_evaluate_make_one_run_that_tells_all(experiment: Experiment) 
     clean = experiment.json("models/receipt.json")["git"]["dirty"] is False
     assert version.tags["lockstep.clean"] == str(clean)
     assert client.get_registered_model("lockstep-synthetic").aliases == ({"champion": version.version} if clean else {})
-    names = {
-        artifact.path for folder in ("", "plots", "checkpoints") for artifact in client.list_artifacts(run.info.run_id, folder or None)
-    }
-    assert {"receipt.json", "params.yaml", "eval.json", "plots/curves.png", "plots/confusion.csv"} <= names
-    assert any(name.startswith("checkpoints/step-") for name in names)
+    names = {artifact.path for folder in ("", "plots") for artifact in client.list_artifacts(run.info.run_id, folder or None)}
+    assert {"receipt.json", "params.yaml", "eval.json", "plots/curves.png", "plots/ranks.png", "plots/confusion.csv"} <= names
+    models = {one.name: one for one in client.search_logged_models([run.info.experiment_id])}
+    assert models.keys() == {"model", *(path.stem for path in experiment.run_folder.glob("checkpoints/*.safetensors"))}
+    of_model = {one.key: one.value for one in models["model"].metrics}
+    assert (of_model["test/accuracy"], of_model["validation/accuracy"]) == (
+        found[0]["accuracy"],
+        run.data.metrics["best/validation_accuracy"],
+    )
     # All of it lies in the run's folder, where no other experiment writes.
     assert not any(Path(line["path"]).is_absolute() for line in experiment.journal("artifact"))
     (experiment.folder / "elsewhere").mkdir()
