@@ -14,8 +14,8 @@ import pytest
 from pipeline.files import Paths
 from pipeline.tracking.journal import CHECKPOINT, Journal
 from pipeline.tracking.mirror_process import MirrorProcess, needs_sync
-from tests.faults.test_mlflow_faults import artifacts
 from tests.kit.experiment import LONGER, Experiment
+from tests.kit.mlflow_contents import artifacts
 from tests.kit.servers import Proxy, Server
 from tests.kit.trainings import mlflow_runs, status, suspended, wait_for_step
 from tests.kit.waiting import until

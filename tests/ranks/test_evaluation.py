@@ -58,18 +58,23 @@ def test_train_and_evaluate_make_one_run_that_tells_all(experiment: Experiment) 
     assert client.get_registered_model("lockstep-synthetic").aliases == ({"champion": version.version} if clean else {})
     names = {artifact.path for folder in ("", "plots") for artifact in client.list_artifacts(run.info.run_id, folder or None)}
     assert {"receipt.json", "params.yaml", "eval.json", "plots/curves.png", "plots/ranks.png", "plots/confusion.csv"} <= names
-    models = {one.name: one for one in client.search_logged_models([run.info.experiment_id])}
-    assert models.keys() == {"model", *(path.stem for path in experiment.run_folder.glob("checkpoints/*.safetensors"))}
-    of_model = {one.key: one.value for one in models["model"].metrics}
-    assert (of_model["test/accuracy"], of_model["validation/accuracy"]) == (
-        found[0]["accuracy"],
-        run.data.metrics["best/validation_accuracy"],
-    )
+    check_models(client, run, experiment, found[0]["accuracy"])
     # All of it lies in the run's folder, where no other experiment writes.
     assert not any(Path(line["path"]).is_absolute() for line in experiment.journal("artifact"))
     (experiment.folder / "elsewhere").mkdir()
     check_model(run, experiment.folder / "data/prepared", experiment.folder / "elsewhere", found[0]["correct"])
     assert load_file(experiment.folder / "models/model.safetensors")["fc.weight"].shape == (10, 512)
+
+
+def check_models(client: mlflow.MlflowClient, run: Any, experiment: Experiment, accuracy: float) -> None:
+    """MLflow has the model and the checkpoints that are kept, with their figures."""
+    models = {one.name: one for one in client.search_logged_models([run.info.experiment_id])}
+    assert models.keys() == {"model", *(path.stem for path in experiment.run_folder.glob("checkpoints/*.safetensors"))}
+    best = run.data.metrics["best/validation_accuracy"]
+    figures = {one.key: one.value for one in models["model"].metrics}
+    assert (figures["test/accuracy"], figures["validation/accuracy"]) == (accuracy, best)
+    (kept,) = (one for name, one in models.items() if name.startswith("best-"))
+    assert {one.key: one.value for one in kept.metrics}["validation/accuracy"] == best
 
 
 def table(experiment: Experiment, name: str) -> list[dict[str, str]]:
