@@ -43,7 +43,8 @@ def artifacts(uri: str, run: Run) -> dict[str, str]:
     """The SHA-256 of every file of a run in MLflow, but for pictures of times, and of its whole checkpoints."""
     client = mlflow.MlflowClient(uri)
     with tempfile.TemporaryDirectory() as folder:
-        client.download_artifacts(run.info.run_id, "", folder)
+        if client.list_artifacts(run.info.run_id):
+            client.download_artifacts(run.info.run_id, "", folder)
         for model in client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'"):
             if model.name != "model" and model.status == "READY":
                 mlflow.artifacts.download_artifacts(model.artifact_location, dst_path=f"{folder}/checkpoints", tracking_uri=uri)
