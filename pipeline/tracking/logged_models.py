@@ -13,6 +13,9 @@ from pipeline.tracking.uploads import uploading
 MODEL, MODEL_TAG = "model", "lockstep.model"
 # What MLflow shows as a logged model's type.
 CHECKPOINT_TYPE = "checkpoint"
+# The figures of a checkpoint, and of an evaluated model.
+LEARNED = ("train/", "validation/")
+EVALUATED = (*LEARNED, "test/")
 
 
 class CheckpointUploads:
@@ -85,22 +88,22 @@ def _send_checkpoint(client: Any, run_id: str, experiment_id: str, path: Path) -
         # The ranks may remove it at any time.
         client.delete_logged_model(model.model_id)
         return
-    give_metrics(client, run_id, model.model_id, path.parents[1] / "journal.jsonl", step)
+    give_metrics(client, run_id, model.model_id, (path.parents[1] / "journal.jsonl", step), LEARNED)
     client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
     client.finalize_logged_model(model.model_id, "READY")
 
 
-def give_metrics(client: Any, run_id: str, model_id: str, journal: Path, step: int) -> None:
-    """Give a logged model the run's figures of its step, and name the data set that they belong to."""
+def give_metrics(client: Any, run_id: str, model_id: str, at: tuple[Path, int], figures: tuple[str, ...]) -> None:
+    """Give a logged model some figures of one step in the run's journal, and name the data set that they belong to."""
     from mlflow.entities import Metric
 
-    dataset: dict[str, str] = {}
+    (journal, step), dataset = at, dict[str, str]()
     found: dict[str, Any] = {}
     for line in read(journal):
         if line["kind"] == "run" and "dataset" in line:
             dataset = {"dataset_name": line["dataset"]["name"], "dataset_digest": short(line["dataset"]["digest"])}
         elif line["kind"] == "metrics" and line["step"] == step:
-            found |= {name: (value, line["at"]) for name, value in line["values"].items() if not name.startswith(("system/", "total/"))}
+            found |= {name: (value, line["at"]) for name, value in line["values"].items() if name.startswith(figures)}
     metrics = [Metric(name, value, at, step, model_id=model_id, **dataset) for name, (value, at) in found.items()]
     client.log_batch(run_id, metrics=metrics)
 

@@ -178,7 +178,8 @@ class Mirror:
         # A person may have removed it.
         if model is not None:
             register(self._client, self._state.run_id, model, line)
-            logged_models.give_metrics(self._client, self._state.run_id, model.model_id, self._run / "journal.jsonl", line.get("step", -1))
+            at = self._run / "journal.jsonl", line.get("step", -1)
+            logged_models.give_metrics(self._client, self._state.run_id, model.model_id, at, logged_models.EVALUATED)
 
     def _inside(self, name: str) -> Path:
         """A file of this run: a journal from elsewhere may name any."""

@@ -47,7 +47,8 @@ def artifacts(uri: str, run: Run) -> dict[str, str]:
             client.download_artifacts(run.info.run_id, "", folder)
         for model in client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'"):
             if model.name != "model" and model.status == "READY":
-                mlflow.artifacts.download_artifacts(model.artifact_location, dst_path=f"{folder}/checkpoints", tracking_uri=uri)
+                file = f"{model.artifact_location}/{model.name}.safetensors"
+                mlflow.artifacts.download_artifacts(file, dst_path=f"{folder}/checkpoints", tracking_uri=uri)
         files = {path.relative_to(folder).as_posix(): path for path in Path(folder).rglob("*") if path.is_file()}
         contents = {name: path.read_bytes() for name, path in files.items() if name != "plots/ranks.png"}
     if "receipt.json" in contents:

@@ -9,7 +9,7 @@ from mlflow import MlflowClient, MlflowException
 from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_TIMEOUT as LIMIT
 
 from pipeline.tracking.journal import CHECKPOINT, Journal
-from pipeline.tracking.logged_models import CheckpointUploads, find_model, give_metrics
+from pipeline.tracking.logged_models import EVALUATED, CheckpointUploads, find_model, give_metrics
 from pipeline.tracking.uploads import UPLOAD_SECONDS, uploading
 from tests.kit.experiment import database
 
@@ -55,6 +55,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 def test_mlflow_has_the_checkpoints_that_the_run_keeps_with_the_figures_of_their_step(run: Run) -> None:
     run.journal.metrics({"train/loss": 0.5, "system/cpu_utilization_percentage": 99.0}, 20)
     run.journal.metrics({"validation/accuracy": 0.75}, 20)
+    run.journal.metrics({"best/validation_accuracy": 0.75, "test/accuracy": 0.5}, 20)
     run.journal.metrics({"train/loss": 0.25}, 40)
     first = run.save("step-00000020", b"twenty")
     run.save("best-00000020", b"best")
@@ -148,7 +149,7 @@ def test_the_finished_model_is_told_from_the_checkpoints_and_has_figures_too(run
     found = find_model(run.client, run.id, run.experiment)
     assert found.model_id == made.model_id
     for _ in range(2):
-        give_metrics(run.client, run.id, made.model_id, run.folder / "journal.jsonl", 20)
+        give_metrics(run.client, run.id, made.model_id, (run.folder / "journal.jsonl", 20), EVALUATED)
     assert [(one.key, one.value) for one in run.client.get_logged_model(made.model_id).metrics] == [("test/accuracy", 0.5)]
     assert len(run.client.get_metric_history(run.id, "test/accuracy")) == 1
 
