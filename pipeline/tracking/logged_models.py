@@ -69,11 +69,10 @@ def send_checkpoints(client: Any, run_id: str, experiment_id: str, run: Path) ->
         if model is None or model.status != "READY":
             if model is not None:
                 # Of a mirror that was killed while it sent it.
-                client.delete_logged_model(model.model_id)
+                _delete(client, model)
             _send_checkpoint(client, run_id, experiment_id, path)
     for name in stored.keys() - {path.stem for path in paths}:
-        _remove(stored[name].artifact_location, f"{name}.safetensors")
-        client.delete_logged_model(stored[name].model_id)
+        _delete(client, stored[name])
 
 
 def _send_checkpoint(client: Any, run_id: str, experiment_id: str, path: Path) -> None:
@@ -122,13 +121,15 @@ def short(digest: str) -> str:
     return digest[:12]
 
 
-def _remove(artifact_uri: str, name: str) -> None:
+def _delete(client: Any, checkpoint: Any) -> None:
+    """Delete the file too, which MLflow would keep."""
     from mlflow import MlflowException
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
     # Not every store can, and not every user may: then MLflow keeps more than it has to.
     with contextlib.suppress(NotImplementedError, OSError, MlflowException):
-        get_artifact_repository(artifact_uri).delete_artifacts(name)
+        get_artifact_repository(checkpoint.artifact_location).delete_artifacts(f"{checkpoint.name}.safetensors")
+    client.delete_logged_model(checkpoint.model_id)
 
 
 def send_model(client: Any, run_id: str, experiment_id: str, program: Program) -> None:
