@@ -37,12 +37,12 @@ def run(config: Config, paths: Paths, words: list[str], workers: int | None, por
         raise ConfigError("lead: no command; write for example: python -m pipeline lead dvc repro")
     given = detect(config, os.environ)
     if given is not None and not given.leads:
-        return join.run(config, paths, endpoint(given.host, given.port))
+        return join.run(config, paths, endpoint(given.host, port or given.port))
     check_writable(paths.root)
     if shutil.which(words[0]) is None:
         raise ConfigError(f"lead: no program {words[0]!r} is to be found; write for example: python -m pipeline lead dvc repro")
     nodes = given.nodes if given else config.dist.nodes if workers is None else workers + 1
-    number = given.port if given else port or PORT
+    number = port or (given.port if given else PORT)
     started_at = time.monotonic()
     # torchrun unpickles what it finds in the store: nobody else reaches it where nobody else is to come.
     address = bind or ("127.0.0.1" if nodes == 1 else None)

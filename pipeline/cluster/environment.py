@@ -1,5 +1,6 @@
-"""Which machines an engine (Kubeflow, a Slurm wrapper) has given this job: read from the PET_* variables that torchrun reads too."""
+"""Where this machine stands in an engine's job: read from the variables of Slurm, SkyPilot or dstack, or from torchrun's PET_*."""
 
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -11,37 +12,91 @@ from pipeline.hardware.network import interface, own_address, split
 # torchrun's default.
 DEFAULT_PORT = 29500
 RESOLVE_SECONDS = 60
+# Below the ports that systems give to outgoing connections: jobs that share a machine take different ones.
+SLURM_PORTS = range(20000, 30000)
 
 
 @dataclass(frozen=True)
 class ClusterEnvironment:
-    """How many machines there are, whether this one leads, and where the leader listens."""
+    """How many machines there are, whether this one leads, where the leader listens, and who says so."""
 
     nodes: int
     leads: bool
     host: str
     port: int
+    engine: str = "PET_*"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The variables in which an engine tells a process of its place; `hosts` names all machines, the leader first, or the leader alone."""
+
+    name: str
+    nodes: str
+    rank: str
+    hosts: str
+
+
+# Who starts processes within the other one comes first: SkyPilot has a backend on Slurm. Of Slurm's the variables of a *step*: in a batch
+# shell, which runs on one machine alone, those of the job look as if it were the first of many.
+ENGINES = (
+    Engine("SkyPilot", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"),
+    Engine("dstack", "DSTACK_NODES_NUM", "DSTACK_NODE_RANK", "DSTACK_MASTER_NODE_IP"),
+    Engine("Slurm", "SLURM_STEP_NUM_NODES", "SLURM_NODEID", "SLURM_STEP_NODELIST"),
+)
 
 
 def detect(config: Config, variables: Mapping[str, str]) -> ClusterEnvironment | None:
-    """Return what the PET_* variables say, or None where they are not set or name only one machine."""
+    """Return this machine's place among those of a job, or None where nothing names more than one; PET_* go before an engine's own."""
+    engine = next((one for one in ENGINES if variables.get(one.nodes)), None)
+    named = _named_by(engine, variables) | {name: value for name, value in variables.items() if name.startswith("PET_") and value}
     # A range such as 1:4 is for jobs that change their size while they run; this one takes the upper end.
-    nnodes = variables.get("PET_NNODES", "1").rpartition(":")[2]
+    nnodes = named.get("PET_NNODES", "1").rpartition(":")[2]
     if not nnodes.isdigit():
-        raise ConfigError(f"PET_NNODES: {variables['PET_NNODES']!r} is no number of machines")
+        raise ConfigError(f"PET_NNODES: {named['PET_NNODES']!r} is no number of machines")
     nodes = int(nnodes)
     if nodes <= 1:
         return None
-    ranks, size = variables.get("PET_NPROC_PER_NODE", ""), config.dist.world_size
+    if engine is not None:
+        _check(engine, nodes, variables)
+    ranks, size = named.get("PET_NPROC_PER_NODE", ""), config.dist.world_size
     if ranks.isdigit() and int(ranks) * nodes != size:
         raise ConfigError(f"dist.world_size: {size}, but PET_* give {nodes} machines of {ranks}; set world_size: {nodes * int(ranks)}")
-    endpoint = variables.get("PET_RDZV_ENDPOINT") or variables.get("PET_MASTER_ADDR")
+    endpoint = named.get("PET_RDZV_ENDPOINT") or named.get("PET_MASTER_ADDR")
     if not endpoint:
         raise ConfigError("PET_NNODES: several machines, and neither PET_RDZV_ENDPOINT nor PET_MASTER_ADDR says where they meet")
-    port = variables.get("PET_MASTER_PORT") or DEFAULT_PORT
-    host, number = split(endpoint if ":" in endpoint else f"{endpoint}:{port}")
-    node_rank = variables.get("PET_NODE_RANK")
-    return ClusterEnvironment(nodes, node_rank == "0" if node_rank else _is_this_machine(host, number), host, number)
+    host, port = split(endpoint if ":" in endpoint else f"{endpoint}:{named.get('PET_MASTER_PORT') or DEFAULT_PORT}")
+    rank = named.get("PET_NODE_RANK")
+    leads = rank == "0" if rank else _is_this_machine(host, port)
+    return ClusterEnvironment(nodes, leads, host, port, engine.name if engine else "PET_*")
+
+
+def _named_by(engine: Engine | None, variables: Mapping[str, str]) -> dict[str, str]:
+    """What an engine says, by torchrun's names."""
+    if engine is None:
+        return {}
+    found = {"PET_NNODES": variables[engine.nodes], "PET_NODE_RANK": variables.get(engine.rank, "")}
+    found["PET_MASTER_ADDR"] = first_host(variables.get(engine.hosts, ""))
+    if engine.name == "Slurm":
+        job, step = (int(variables.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        found["PET_MASTER_PORT"] = str(SLURM_PORTS[(job + step) % len(SLURM_PORTS)])
+    return found
+
+
+def first_host(hosts: str) -> str:
+    """Return the first of some hosts: one a line, or as Slurm shortens them, n[1-3,5]-ib,m7; there may be no scontrol in an image."""
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", hosts).split("\n")[0].split(",")[0].strip()
+
+
+def _check(engine: Engine, nodes: int, variables: Mapping[str, str]) -> None:
+    """Raise ConfigError where an engine's machines would not find their places."""
+    rank, asked = variables.get(engine.rank, ""), variables.get("PET_NODE_RANK")
+    if asked and variables[engine.nodes] == str(nodes) and asked != rank:
+        why = f"PET_NODE_RANK: {asked} on machine {rank} of {nodes}, as {engine.rank} says"
+        raise ConfigError(f"{why}: it was expanded too early; leave it out, or set it where every machine's own shell reads it")
+    if engine.name == "Slurm" and variables.get("SLURM_STEP_NUM_TASKS", str(nodes)) != str(nodes):
+        tasks = f"{variables['SLURM_STEP_NUM_TASKS']} tasks on {nodes} machines"
+        raise ConfigError(f"SLURM_STEP_NUM_TASKS: {tasks}; one a machine starts all its ranks: srun --ntasks-per-node=1")
 
 
 def _is_this_machine(host: str, port: int) -> bool:
