@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=lockstep
+#SBATCH --nodes=2 --ntasks-per-node=1
+#SBATCH --signal=TERM@180
+#SBATCH --requeue --open-mode=append
+# One training on the machines of a Slurm job, from the folder of params.yaml: sbatch deploy/slurm.sh [lead's arguments, or dvc repro]
+# Options go before the name and replace those above: sbatch --nodes=4 --gpus-per-node=8 --time=4:00:00 deploy/slurm.sh
+#
+# --signal without B: reaches the tasks and not this shell: 180 s before the time limit they save and end with 75.
+# Whoever cancels the job ends this shell as well, so it is not requeued.
+set -u
+if [[ -f .venv/bin/activate ]]; then
+  # shellcheck disable=SC1091
+  source .venv/bin/activate
+fi
+[[ $# -gt 0 ]] || set -- dvc repro
+# The first machine, where this shell runs and the first task too; the tasks know the rest of their places from Slurm.
+PET_MASTER_ADDR=$(hostname)
+# srun no longer takes it from sbatch.
+export PET_MASTER_ADDR SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
+# 75 is no reason to kill those that still save.
+srun --kill-on-bad-exit=0 --wait=0 python -m pipeline lead "$@"
+code=$?
+# Stopped and saved: again, on whatever machines there are then. A site with RequeueExit=75 does so by itself.
+if [[ $code == 75 && ${SLURM_RESTART_COUNT:-0} -lt ${MAX_REQUEUES:-100} ]]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
