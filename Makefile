@@ -103,4 +103,4 @@ IN := .
 PORT := 5000
 
 ui: $(READY) ## MLflow's UI on the local store, on 127.0.0.1:5000; IN=FOLDER names another store's folder, PORT=NUMBER another port
-	@cd "$(IN)" && MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow server --host 127.0.0.1 --port $(PORT) --backend-store-uri sqlite:///mlflow.db --artifacts-destination mlartifacts
+	@cd "$(IN)" && MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false exec mlflow server --host 127.0.0.1 --port $(PORT) --backend-store-uri sqlite:///mlflow.db --artifacts-destination mlartifacts

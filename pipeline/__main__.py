@@ -1,10 +1,15 @@
 """The commands; a command's module is imported only when it runs."""
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # While it imports there is nothing to clean up, and no traceback to show.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import logging
 import re
 import shlex
-import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module

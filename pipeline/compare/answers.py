@@ -74,7 +74,7 @@ def unfair(groups: list[Group]) -> list[str]:
         reasons.append(f"not finished: {', '.join(unfinished[:3])}{', …' if len(unfinished) > 3 else ''}")
     dirty = sum(result.dirty for group in groups for result in group.results)
     if dirty:
-        reasons.append(f"{dirty} trained from a tree with changes that are in no commit")
+        reasons.append(f"{dirty} trained by code that is in no commit")
     return reasons
 
 
@@ -82,7 +82,7 @@ def same_bits(groups: list[Group]) -> str:
     """Whether runs of one fingerprint have come to one digest."""
     several = same_seed_results([result for group in groups for result in group.results])
     if not several:
-        return "each was trained once; run: python -m pipeline verify"
+        return "each was trained once; python -m pipeline verify computes one again"
     other = [runs[0].fingerprint for runs in several if len({run.weights_sha256 for run in runs}) > 1]
     if other:
         return f"NO: several digests of {', '.join(other)}, though nothing that should change a bit is another one"

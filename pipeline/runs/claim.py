@@ -39,6 +39,8 @@ class Claim:
 def read_claim(what: Path, runs: Path) -> Claim:
     """Read what is to be verified: a receipt, a folder with one, or the folder of a run that is not finished."""
     path = what / RECEIPT if what.is_dir() else what
+    if not what.exists():
+        raise ConfigError(f"{what}: no such file or folder; {NAME_ONE}, or train: dvc repro")
     if not path.exists():
         return _unfinished(what)
     receipt = read_receipt(path, NAME_ONE)

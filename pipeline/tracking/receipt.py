@@ -13,8 +13,8 @@ from pipeline.tracking.journal import metrics_by_step, read
 CODE = Path(__file__).parents[2]
 # Written when an image is built.
 IMAGE = Path("/etc/lockstep/image")
-# What an experiment is made of; outs and dvc.lock lie in the same tree and change with every run.
-SOURCES = ("pipeline", "params.yaml", "dvc.yaml", "requirements.lock")
+# What computes an experiment. Its parameters are in the receipt; outs and dvc.lock lie in the same tree and change with every run.
+SOURCES = ("pipeline", "dvc.yaml", "requirements.lock")
 
 
 HexFloat = Annotated[str, Field(pattern=r"^-?(0x[01]\.[0-9a-f]+p[+-]\d{1,4}|nan|inf)$")]

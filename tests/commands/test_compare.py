@@ -95,7 +95,7 @@ def test_a_damaged_run_is_named_and_the_others_are_compared(
 
 def test_no_run_is_one_line(tmp_path: Path) -> None:
     paths = Paths(tmp_path / "params.yaml")
-    with pytest.raises(ConfigError, match="is neither a receipt nor the folder of a run"):
+    with pytest.raises(ConfigError, match="nothing: no such file or folder"):
         compare.run(Config(), paths, [tmp_path / "nothing"], None)
     with pytest.raises(ConfigError, match="no run is there; run: python -m pipeline train"):
         compare.run(Config(), paths, [], None)

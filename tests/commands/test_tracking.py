@@ -206,6 +206,8 @@ def test_the_commit_and_whether_the_tree_differs_are_those_of_the_code(tmp_path:
     assert receipt.git_state(tmp_path) == {"commit": commit, "dirty": False}
     # What a run writes changes with every run.
     (tmp_path / "dvc.lock").write_text("of a run")
+    # The receipt has the parameters.
+    (tmp_path / "params.yaml").write_text("seed: 2")
     assert receipt.git_state(tmp_path) == {"commit": commit, "dirty": False}
     (tmp_path / "pipeline" / "one.py").write_text("2\n")
     assert receipt.git_state(tmp_path) == {"commit": commit, "dirty": True}

@@ -159,7 +159,7 @@ def test_what_cannot_be_compared_is_refused(finished: Experiment) -> None:
         ({"world_size": 5}, r"^--world-size: lanes: 4 is fewer than world_size x accumulation; set lanes to at least 5$"),
         (
             {"result": finished.folder / "nothing"},
-            r"nothing: is neither a receipt nor the folder of a run; name a receipt, or a run's folder",
+            r"nothing: no such file or folder; name a receipt, or a run's folder such as .*, or train: dvc repro$",
         ),
         ({"from_step": 22}, r"^--steps: .* has neither a figure nor a checkpoint behind step 22 up to 22; give more steps$"),
     ]

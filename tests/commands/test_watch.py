@@ -42,7 +42,7 @@ def test_a_finished_run_is_told_and_nothing_is_waited_for(
     assert "step 3 of " in said
     assert "validation/accuracy 0.75" in said
     assert said.splitlines()[-1] == "train: done"
-    with pytest.raises(ConfigError, match="is neither a receipt nor the folder of a run"):
+    with pytest.raises(ConfigError, match="nothing: no such file or folder"):
         watch.run(Config(), paths, tmp_path / "nothing")
     (run / "status.json").write_text('{"outcome": "running", "process": "999999999 on elsewhere", "stage": "train"}')
     assert watch.is_running(watch.status(run))

@@ -18,7 +18,9 @@ from tests.kit.servers import Server
 from tests.kit.waiting import until
 
 Note = Callable[[str, object], None]
+# 45 MB of weights, and no momentum, which would be as much again in a checkpoint.
 RESNET = {"model__name": "resnet18", "data": {"name": "synthetic:720", "image_size": 12}, "train__epochs": 3, "checkpoint__keep": 1}
+RESNET |= {"train__momentum": 0.0}
 # Ranks that stand still are noticed in seconds.
 WATCHED = LONG | {"dist__timeout_seconds": 20, "train__epochs": 20}
 

@@ -9,8 +9,23 @@ import pytest
 
 from pipeline import stop_signals
 from pipeline.stop_signals import StopRequest, deferred, handled_by
+from tests.kit.experiment import ROOT
 
 AGENT = "import signal, time; signal.signal(15, lambda *_: exit(7)); print(flush=True); time.sleep(60)"
+
+# Ctrl-C while a command imports what it needs.
+INTERRUPTED = """
+import os, runpy, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "pydantic":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["pipeline", "train"]
+runpy.run_module("pipeline", run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.fixture
@@ -67,3 +82,8 @@ def test_under_nohup_the_end_of_a_terminal_is_no_reason_to_stop() -> None:
             assert signalled.is_set()
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_ctrl_c_while_a_command_imports_shows_no_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

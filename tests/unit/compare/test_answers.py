@@ -70,7 +70,7 @@ def test_runs_of_several_seeds_and_ranks_are_one_experiment() -> None:
 def test_another_digest_of_the_same_fingerprint_is_told() -> None:
     runs = [result(0.1, 1, 0.8), result(0.1, 1, 0.8, 2, weights_sha256="e" * 64)]
     assert same_bits(grouped(runs)) == "NO: several digests of 0.1-1, though nothing that should change a bit is another one"
-    assert same_bits(grouped(runs[:1])) == "each was trained once; run: python -m pipeline verify"
+    assert same_bits(grouped(runs[:1])) == "each was trained once; python -m pipeline verify computes one again"
 
 
 def test_the_best_is_told_with_what_its_lead_is_worth() -> None:
@@ -98,7 +98,7 @@ def test_the_best_is_told_with_what_its_lead_is_worth() -> None:
         ({"step": 44}, "not trained on as many images: A 2,112, B 4,224"),
         ({"seed": 2}, "not of the same seeds"),
         ({"weights_sha256": None, "fingerprint": "0123"}, "not finished: 0123"),
-        ({"dirty": True}, "1 trained from a tree with changes that are in no commit"),
+        ({"dirty": True}, "1 trained by code that is in no commit"),
     ],
 )
 def test_what_makes_a_comparison_unfair_is_named(changes: dict, reason: str) -> None:
