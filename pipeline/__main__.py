@@ -104,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
         )
     resume = "go on from this run's checkpoint; refused, with what differs, where it is another experiment (relative to the current folder)"
     each["train"].add_argument("--resume", type=Path, metavar="RUN", help=resume)
-    stop = "stop behind epoch N with a checkpoint and exit 75; the next start goes on from there, to the same bits"
+    stop = "stop behind epoch N, before the last, with a checkpoint and exit 75; the next start goes on, to the same bits"
     each["train"].add_argument("--stop-after-epochs", type=number(1, 10**6), metavar="N", help=stop)
     each["sweep"].add_argument("values", nargs="+", metavar="KEY=VALUE,VALUE", help="values to try, such as train.learning_rate=0.01,0.1")
     each["sweep"].add_argument("--factor", type=number(2, 100), default=2, help="one of so many goes on at each rung (default: 2)")

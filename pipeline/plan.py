@@ -11,6 +11,7 @@ from pipeline.hardware import machine
 from pipeline.hardware.placement import Placement, a_gpu_each, resolve
 from pipeline.job import Job
 from pipeline.process_tree import NODES, STORE
+from pipeline.runs import checkpoints
 from pipeline.runs.identity import fingerprint, run_identity
 from pipeline.tracking import journal as journals
 
@@ -34,6 +35,11 @@ class Plan:
         """Return True if it was trained to the end before."""
         ends = (line for line in journals.read(self.job.journal) if line["kind"] == "ended")
         return any(line["stage"] == "train" and line["outcome"] == "done" for line in ends)
+
+    def has_reached(self, step: int) -> bool:
+        """Return True if it went on to this end of an epoch before: a stop may have cut off the validation there."""
+        figures = journals.metrics_by_step(self.job.journal).get(step, {})
+        return "validation/accuracy" in figures and checkpoints.newest_step(self.job.run) >= step
 
 
 def plan(config: Config, paths: Paths, stop_after_epochs: int | None = None) -> Plan:

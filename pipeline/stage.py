@@ -80,10 +80,6 @@ class RankStage:
 
     def _membership(self, progress: Progress, stop: StopRequest, taken: ExitStack) -> Membership:
         """Return the machines of the job, ready to begin; what it takes of this one is given back with `taken`."""
-        if STORE in os.environ:
-            from pipeline.cluster.leader import lead_job
-
-            return lead_job(self._stage, self._job, progress.say)
         said: list[str] = []
 
         def wait(why: str) -> None:
@@ -94,7 +90,15 @@ class RankStage:
             said.append(why)
             time.sleep(GPU_SECONDS)
 
-        return Membership(Node.alone(self._job, taken.enter_context(gpus_taken(self._job, wait))))
+        # Of several machines each has an engine, or a person, who deals out its GPUs.
+        gpus = taken.enter_context(gpus_taken(self._job, wait)) if self._job.config.dist.nodes == 1 else None
+        if STORE not in os.environ:
+            return Membership(Node.alone(self._job, gpus))
+        from pipeline.cluster.leader import lead_job
+
+        members = lead_job(self._stage, self._job, progress.say)
+        members.node = replace(members.node, gpus=gpus)
+        return members
 
     def _stopped_before_start(self, cause: str, progress: Progress) -> int:
         run = self._job.run

@@ -5,20 +5,21 @@ runs themselves, so the same command goes on after a stop or a kill, and decides
 """
 
 import itertools
+import json
 import math
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from pipeline import train
+from pipeline import models, parallel, train
 from pipeline.config import Config, ConfigError
 from pipeline.files import Paths
 from pipeline.params import load
 from pipeline.plan import Plan, plan
-from pipeline.runs import checkpoints
 from pipeline.runs.status import STOPPED
 from pipeline.tracking import journal as journals
 
@@ -40,14 +41,14 @@ class Candidate:
     def at(self, epoch: int) -> bool:
         """Return True if it has come so far; the end is where it was published."""
         until = epoch * self.plan.steps_per_epoch
-        return self.plan.done or (until < self.plan.steps and checkpoints.newest_step(self.plan.job.run) >= until)
+        return self.plan.done or (until < self.plan.steps and self.plan.has_reached(until))
 
     def accuracy(self, epoch: int) -> float:
-        """The best validation accuracy up to an epoch, whatever came after it; a training that diverged is behind all others."""
+        """The best validation accuracy up to an epoch, whatever came after it; -1 if it diverged before."""
         until = epoch * self.plan.steps_per_epoch
         steps = journals.metrics_by_step(self.plan.job.journal)
-        found = [values["validation/accuracy"] for step, values in steps.items() if step <= until and "validation/accuracy" in values]
-        return -1.0 if self.diverged else max(found, default=-1.0)
+        found = {step: values["validation/accuracy"] for step, values in steps.items() if step <= until and "validation/accuracy" in values}
+        return max(found.values()) if until in found else -1.0
 
 
 def run(_: Config, paths: Paths, values: list[str], factor: int) -> int:
@@ -64,7 +65,7 @@ def run(_: Config, paths: Paths, values: list[str], factor: int) -> int:
             table[candidate.name].append(figure(candidate.accuracy(epoch)))
         # Of equals the one that was named first.
         alive = sorted(alive, key=lambda one: -one.accuracy(epoch))[:kept]
-        if alive[0].diverged:
+        if alive[0].accuracy(epoch) < 0:
             say("every candidate diverged; lower the learning rate")
             return DIVERGED
     say(f"{alive[0].name} to the end")
@@ -81,27 +82,40 @@ def command_of(paths: Paths, values: list[str], factor: int) -> list[str]:
 
 def candidates_of(values: list[str], paths: Paths) -> list[Candidate]:
     """Every combination of the values, each checked before any is trained."""
-    axes: list[tuple[str, list[str]]] = []
+    axes: dict[str, list[tuple[str, Any]]] = {}
     for one in values:
         key, sign, text = one.partition("=")
         if not (key and sign and text):
             raise ConfigError(f"sweep: {one!r}: expected KEY=VALUE,VALUE such as train.learning_rate=0.01,0.1")
         if key in ("seed", "train.epochs") or key.startswith("data."):
             raise ConfigError(f"sweep: {key}: candidates are compared on the same data and as many epochs; sweep another key")
-        axes.append((key, text.split(",")))
+        if key in axes:
+            raise ConfigError(f"sweep: {key} is named twice; name all its values in one: {key}=VALUE,VALUE")
+        axes[key] = values_of(key, text)
     found: list[Candidate] = []
-    for combination in itertools.product(*(choices for _, choices in axes)):
-        chosen = dict(zip((key for key, _ in axes), combination, strict=True))
-        config = load(paths.params, {key: yaml.safe_load(text) for key, text in chosen.items()})
-        found.append(Candidate(" ".join(f"{key}={text}" for key, text in chosen.items()), config, plan(config, paths)))
     names: dict[Path, str] = {}
-    for candidate in found:
-        other = names.setdefault(candidate.plan.job.run, candidate.name)
-        if other != candidate.name:
-            raise ConfigError(f"sweep: {other} and {candidate.name} are the same experiment; remove one of them")
+    for combination in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, combination, strict=True))
+        config = load(paths.params, {key: value for key, (_, value) in chosen.items()})
+        models.check(config.model.name)
+        parallel.check(config.dist)
+        one = Candidate(" ".join(f"{key}={text}" for key, (text, _) in chosen.items()), config, plan(config, paths))
+        found.append(one)
+        if (other := names.setdefault(one.plan.job.run, one.name)) != one.name or len(names) < len(found):
+            raise ConfigError(f"sweep: {other} and {one.name} are the same experiment; remove one of them")
     if len(names) < 2:
         raise ConfigError(f"sweep: {values[0]}: is one candidate; name two or more values, such as train.learning_rate=0.01,0.1")
     return found
+
+
+def values_of(key: str, text: str) -> list[tuple[str, Any]]:
+    """The values of a key as they are written, and as YAML reads them; a value may be a list."""
+    try:
+        found: list[Any] = yaml.safe_load(f"[{text}]")
+    except yaml.YAMLError:
+        raise ConfigError(f"sweep: {key}={text}: is not YAML; write for example train.learning_rate=0.01,0.1") from None
+    written = text.split(",")
+    return list(zip(written if len(written) == len(found) else map(json.dumps, found), found, strict=True))
 
 
 def rungs(count: int, epochs: int, factor: int) -> list[tuple[int, int]]:

@@ -45,7 +45,7 @@ def run(config: Config, paths: Paths, resume: Path | None = None, stop_after_epo
         if planned.done:
             publish_again(job, paths)
             return 0
-        if job.until and checkpoints.newest_step(job.run) >= job.until:
+        if job.until and planned.has_reached(job.until):
             log.info("stopped behind epoch %d already: %s", stop_after_epochs, checkpoints.newest(job.run))
             return status.STOPPED
         store.verify(paths.prepared, planned.manifest, ("train", "validation"))

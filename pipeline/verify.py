@@ -62,7 +62,7 @@ def run(_: Config, paths: Paths, result: Path | None, everything: bool, **asked:
             codes.append(error.exit_code)
         if codes[-1] == STOPPED:
             break
-    return max(codes)
+    return DIVERGED if DIVERGED in codes else max(codes)
 
 
 def on_ranks(config: Config, world_size: int | None) -> Config:

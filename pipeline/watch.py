@@ -25,7 +25,9 @@ def run(_: Config, paths: Paths, result: Path | None) -> int:
     claim, journal = read_claim(folder, paths.runs), folder / "journal.jsonl"
     if not journal.exists():
         raise ConfigError(f"{folder}: is not the folder of a run; name one such as runs/0123456789abcdef")
-    per_epoch = store.read_manifest(paths.prepared).counts["train"] // claim.config.dist.images_per_step
+    # Of the run's own data: others may be prepared by now. Only the first journals do not say.
+    counts = journals.last(journal, "run").get("dataset", {}).get("counts") or store.read_manifest(paths.prepared).counts
+    per_epoch = max(1, counts["train"] // claim.config.dist.images_per_step)
     progress = Progress(journal, per_epoch * claim.config.train.epochs, per_epoch)
     progress.say(f"{folder}: {journals.last(journal, 'run').get('name', '')}")
     progress.say(so_far(journal, per_epoch * claim.config.train.epochs))

@@ -66,8 +66,8 @@ def detect(config: Config, variables: Mapping[str, str]) -> ClusterEnvironment |
     if not endpoint:
         raise ConfigError("PET_NNODES: several machines, and neither PET_RDZV_ENDPOINT nor PET_MASTER_ADDR says where they meet")
     host, port = split(endpoint if ":" in endpoint else f"{endpoint}:{named.get('PET_MASTER_PORT') or DEFAULT_PORT}")
-    rank = named.get("PET_NODE_RANK")
-    leads = rank == "0" if rank else _is_this_machine(host, port)
+    node_rank = named.get("PET_NODE_RANK")
+    leads = node_rank == "0" if node_rank else _is_this_machine(host, port)
     return ClusterEnvironment(nodes, leads, host, port, engine.name if engine else "PET_*")
 
 

@@ -27,9 +27,9 @@ def run(_: Config, paths: Paths, results: list[Path], html: Path | None) -> int:
     groups = grouped(named_alike(found))
     target = html or paths.root / "compare.html"
     print(as_text(experiments(groups)), end="\n\n")
-    for question, answer in answers(groups):
+    for question, answer in answers(groups, paths.params):
         print(f"{question}: {answer}")
-    atomic_write(target, page(groups).encode())
+    atomic_write(target, page(groups, paths.params).encode())
     print(f"The curves: {target}")
     return code
 

@@ -1,6 +1,8 @@
 """What a person asks of several runs: which is best, is that fair, is it real, can I have it again."""
 
 import math
+import shlex
+from pathlib import Path
 
 from pipeline.compare.groups import CODE, DATA, Group, Spread, differing, same_seed_results
 
@@ -8,14 +10,14 @@ from pipeline.compare.groups import CODE, DATA, Group, Spread, differing, same_s
 FEW_ERRORS = 2.0
 
 
-def answers(groups: list[Group]) -> list[tuple[str, str]]:
+def answers(groups: list[Group], params: Path) -> list[tuple[str, str]]:
     """Return question and answer, in the order in which people ask."""
     return [
         ("Best", best(groups)),
         ("Differs", differs(groups)),
         ("Fair", "; ".join(unfair(groups)) or "yes: the same data, code and seeds, each trained on as many images, all finished"),
         ("Same bits", same_bits(groups)),
-        ("Again", again(groups)),
+        ("Again", again(groups, params)),
     ]
 
 
@@ -91,10 +93,11 @@ def same_bits(groups: list[Group]) -> str:
     return f"yes: {len(several)} fingerprints were trained more than once, on {sizes} ranks, and each has one SHA-256 of the weights"
 
 
-def again(groups: list[Group]) -> str:
-    """The command that computes the best run once more."""
-    results = [result for result in groups[0].results if result.finished]
+def again(groups: list[Group], params: Path) -> str:
+    """The command that computes the best run once more, of those that are finished."""
+    results = next((found for group in groups if (found := [result for result in group.results if result.finished])), [])
     if not results:
         return "nothing is finished"
     result = max(results, key=lambda one: one.accuracy or 0.0)
-    return f"python -m pipeline verify {result.name}"
+    where = [] if params == Path("params.yaml") else ["--params", str(params)]
+    return shlex.join(["python", "-m", "pipeline", "verify", *where, result.name])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import Any
 
-from pipeline.compare.results import Point, Result
+from pipeline.compare.results import Point, Result, thinned
 
 NOT_COMPARED = {"seed", "prepared data"}
 DATA = ("data.", "source data")
@@ -65,15 +65,19 @@ class Group:
     def curve(self, name: str) -> list[tuple[int, Spread, float, float]]:
         """Step, spread, lowest and highest value of a curve over seeds."""
         values: dict[int, dict[int, float]] = {}
+        ends: dict[int, int] = {}
         for result in self.results:
             for point in result.curves[name]:
                 if math.isfinite(point.value):
                     values.setdefault(point.step, {})[result.seed] = point.value
-        return [(step, found, min(of.values()), max(of.values())) for step, of in sorted(values.items()) if (found := spread(of.values()))]
+                    ends[result.seed] = max(point.step, ends.get(result.seed, 0))
+        # Where a seed that comes so far has no value, the mean would jump to that of the others.
+        whole = {step: of for step, of in sorted(values.items()) if all(seed in of or ends[seed] < step for seed in ends)}
+        return thinned([(step, found, min(of.values()), max(of.values())) for step, of in whole.items() if (found := spread(of.values()))])
 
     def lines(self, name: str) -> list[tuple[Result, list[Point]]]:
         """The curve of every run by itself."""
-        return [(result, result.curves[name]) for result in self.results]
+        return [(result, thinned(result.curves[name])) for result in self.results]
 
 
 def grouped(results: list[Result]) -> list[Group]:

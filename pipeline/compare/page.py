@@ -1,6 +1,7 @@
 """The comparison as one HTML file that needs nothing else: no server, no network, no script."""
 
 from html import escape
+from pathlib import Path
 
 from pipeline.compare.answers import answers
 from pipeline.compare.drawing import COLOURS, Line, chart
@@ -26,11 +27,11 @@ svg text{fill:var(--soft);font-size:12px}@media (max-width:40rem){svg text{font-
 """
 
 
-def page(groups: list[Group]) -> str:
+def page(groups: list[Group], params: Path) -> str:
     """Return the whole page."""
     number = sum(len(group.results) for group in groups)
     title = f"{number} run{'s' * (number > 1)} of {len(groups)} experiment{'s' * (len(groups) > 1)}"
-    told = "".join(f"<dt>{escape(question)}</dt><dd>{escape(answer)}</dd>" for question, answer in answers(groups))
+    told = "".join(f"<dt>{escape(question)}</dt><dd>{escape(answer)}</dd>" for question, answer in answers(groups, params))
     parts = [
         f"<h1>{title}</h1><dl>{told}</dl>",
         f"<h2>Experiments</h2><p>{escape(explained())}</p>{table(experiments(groups), groups)}",

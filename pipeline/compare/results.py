@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
+from pipeline.config import DataError
 from pipeline.runs.claim import Claim, read_claim
 from pipeline.runs.identity import flatten
 from pipeline.tracking.journal import last, metrics_by_step, read
@@ -13,6 +14,7 @@ from pipeline.tracking.receipt import comparable, elapsed_seconds
 # In pixels of a page, more points than these cannot be told apart.
 MOST_POINTS = 400
 JOURNAL = "journal.jsonl"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,9 @@ def read_result(what: Path, runs: Path) -> Result:
     """Read a receipt, a folder with one, or the folder of a run; DataError or ConfigError if it is none of these."""
     claim = read_claim(what, runs)
     journal, receipt = claim.run / JOURNAL, claim.receipt
+    dist = claim.identity.get("dist")
+    if "seed" not in claim.identity or not isinstance(dist, dict) or "global_batch" not in dist:
+        raise DataError(f"{what}: its identity lacks the seed or the global batch; move it away")
     told = journal.exists()
     steps = metrics_by_step(journal) if told else {}
     figures = {name: value for values in steps.values() for name, value in values.items()}
@@ -107,13 +112,14 @@ def journaled_curves(journal: Path) -> dict[str, list[Point]]:
     for line in read(journal):
         now = int(line.get("at", before))
         if line["kind"] not in ("run", "started"):
-            spent += now - before
+            # Figures of a run that was resumed from are older than the line that begins this one.
+            spent += max(0, now - before)
         before = now
         if line["kind"] == "metrics":
             for name, value in line["values"].items():
                 if name in found:
                     found[name].append(Point(line["step"], spent / 3.6e6, value))
-    return {name: thinned(points) for name, points in found.items()}
+    return found
 
 
 def receipt_curves(claim: Claim) -> dict[str, list[Point]]:
@@ -126,7 +132,7 @@ def receipt_curves(claim: Claim) -> dict[str, list[Point]]:
     return found
 
 
-def thinned(points: list[Point]) -> list[Point]:
+def thinned(points: list[T]) -> list[T]:
     """Return every n-th point, and the last one."""
     every = -(-len(points) // MOST_POINTS)
     return points if every <= 1 else [*points[:-1:every], points[-1]]

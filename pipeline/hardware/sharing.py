@@ -79,4 +79,6 @@ def _opened(path: Path) -> int:
         # To lock it, reading is enough; many systems refuse to create what is another user's.
         return os.open(path, os.O_RDONLY)
     except FileNotFoundError:
-        return os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+        file = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+        os.fchmod(file, 0o644)
+        return file

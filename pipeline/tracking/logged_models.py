@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ CHECKPOINT_TYPE = "checkpoint"
 # The figures of a checkpoint, and of an evaluated model.
 LEARNED = ("train/", "validation/")
 EVALUATED = (*LEARNED, "test/")
+NAME = re.compile(r"(?:step|best)-(\d+)")
 
 
 class CheckpointUploads:
@@ -63,7 +65,8 @@ def send_checkpoints(client: Any, run_id: str, experiment_id: str, run: Path) ->
     for model in client.search_logged_models([experiment_id], f"source_run_id = '{run_id}'"):
         if model.model_type == CHECKPOINT_TYPE:
             stored[model.name] = model
-    paths = sorted((run / CHECKPOINTS).glob("*.safetensors"), reverse=True)
+    # What else lies there is a person's.
+    paths = sorted((path for path in (run / CHECKPOINTS).glob("*.safetensors") if NAME.fullmatch(path.stem)), reverse=True)
     for path in paths:
         model = stored.get(path.stem)
         if model is None or model.status != "READY":

@@ -189,8 +189,9 @@ class Mirror:
         return path
 
     def _on_ended(self, line: dict[str, Any]) -> None:
-        # What is marked as ended is never looked at again.
-        self._checkpoints.finish(self._state.run_id, self._state.experiment_id)
+        if self._tail.offset == (self._run / "journal.jsonl").stat().st_size:
+            # What is marked as ended is not looked at again; where there is more, its figures come first.
+            self._checkpoints.finish(self._state.run_id, self._state.experiment_id)
         self._on_tags({"tags": {"lockstep.outcome": line["outcome"]}})
         self._client.set_terminated(self._state.run_id, STATUS.get(line["outcome"], "FAILED"), line["at"])
 

@@ -1,6 +1,6 @@
 """A run's model as a version of a registered one, and the alias of the best of them."""
 
-import contextlib
+import re
 from typing import Any
 
 CHAMPION = "champion"
@@ -12,17 +12,28 @@ def register(client: Any, run_id: str, model: Any, evaluated: dict[str, Any]) ->
     """Make a logged model a version of a registered one; the champion is the best of those that come from committed code."""
     from mlflow import MlflowException
 
-    name = f"{client.get_experiment(model.experiment_id).name}-{evaluated['model']}"
-    with contextlib.suppress(MlflowException):
-        # It may be there.
+    # MLflow takes no / and : in such names, and its searches no quotes.
+    name = re.sub(r"[/:'\"`]", "-", f"{client.get_experiment(model.experiment_id).name}-{evaluated['model']}")
+    try:
         client.create_registered_model(name, description="Versions are evaluated runs; the champion has the best test accuracy.")
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
     versions = client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'")
     version = versions[0] if versions else client.create_model_version(name, f"models:/{model.model_id}", run_id, model_id=model.model_id)
     facts = {ACCURACY_TAG: evaluated["accuracy"], TESTS_TAG: evaluated["tests"], CLEAN_TAG: evaluated["clean"]}
     for tag, value in facts.items():
         client.set_model_version_tag(name, version.version, tag, str(value))
     if evaluated["clean"] and _beats_champion(client, name, evaluated):
-        client.set_registered_model_alias(name, CHAMPION, version.version)
+        # Of all versions: another evaluation may end at the same time.
+        client.set_registered_model_alias(name, CHAMPION, _best(client, name, evaluated["tests"]).version)
+
+
+def _best(client: Any, name: str, tests: str) -> Any:
+    """Return the best version of committed code on these test images, of equals the first."""
+    found = [one for one in client.search_model_versions(f"name = '{name}'") if one.tags.get(TESTS_TAG) == tests]
+    clean = [one for one in found if one.tags.get(CLEAN_TAG) == "True"]
+    return max(clean, key=lambda one: (float(one.tags[ACCURACY_TAG]), -int(one.version)))
 
 
 def _beats_champion(client: Any, name: str, evaluated: dict[str, Any]) -> bool:

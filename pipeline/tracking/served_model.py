@@ -48,6 +48,9 @@ class ImageClassifier:
             if COLUMN not in images.columns:
                 raise ValueError(f"expected a column {COLUMN!r} with paths or contents of image files, found {list(images.columns)}")
             images = images[COLUMN].tolist()
+        if isinstance(images, np.ndarray) and images.dtype.kind in "USO":
+            # As a server makes of a list in JSON.
+            images = images.reshape(-1).tolist()
         if isinstance(images, list) and images and isinstance(images[0], str | bytes | Path):
             images = [self._decoded(one) for one in images]
         array = np.asarray(images)

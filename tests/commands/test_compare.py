@@ -1,5 +1,6 @@
 """Compare for real: five seeds on two world sizes are one experiment; the page is read in a browser."""
 
+import json
 import re
 import shutil
 from html import escape
@@ -10,8 +11,10 @@ import pytest
 from PIL import Image
 
 from pipeline import compare
+from pipeline.compare.results import journaled_curves
 from pipeline.config import Config, ConfigError, DataError
 from pipeline.files import Paths
+from pipeline.tracking.journal import Journal
 from tests.kit import browser
 from tests.kit.experiment import Experiment
 from tests.kit.finished import finish, pretend
@@ -91,6 +94,32 @@ def test_a_damaged_run_is_named_and_the_others_are_compared(
     assert "Best: A" in out
     with pytest.raises(DataError, match="is damaged"):
         compare.run(Config(), paths, [first], None)
+
+
+def test_a_run_that_lacks_what_is_compared_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch)
+    run, paths = finish(tmp_path), Paths(tmp_path / "params.yaml")
+    for number, lacks in enumerate(({}, {"seed": 1, "dist": {}}, {"seed": 1, "dist": 3})):
+        other = run.with_name(str(number))
+        shutil.copytree(run, other)
+        (other / "receipt.json").unlink()
+        (other / "identity.json").write_text(json.dumps(lacks))
+    assert compare.run(Config(), paths, [], None) == DataError.exit_code
+    out, err = capsys.readouterr()
+    assert err.count(": its identity lacks the seed or the global batch; move it away") == 3
+    assert f"Again: python -m pipeline verify --params {paths.params} " in out
+
+
+def test_a_run_that_was_resumed_from_another_has_no_negative_time(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.event("run", id="one", experiment="lockstep", name="one", params={}, tags={})
+    journal.event("metrics", step=1, values={"train/loss": 2.0}, at=1_000_000)
+    journal.event("metrics", step=2, values={"train/loss": 1.0}, at=4_600_000)
+    journal.close()
+    curve = journaled_curves(tmp_path / "journal.jsonl")["train/loss"]
+    assert [point.hours for point in curve] == [0.0, 1.0]
 
 
 def test_no_run_is_one_line(tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
 """Successive halving for real: rungs are stops, and the winner has the bits of a training that nothing interrupted."""
 
 import signal
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from pipeline.config import Config, ConfigError
-from pipeline.files import Paths
-from pipeline.sweep import Candidate, candidates_of, rungs
+from pipeline.files import Paths, write_checksummed_json
+from pipeline.sweep import Candidate, candidates_of, rungs, values_of
+from pipeline.tracking.journal import Journal
 from tests.kit.experiment import Experiment
 from tests.kit.trainings import mlflow_runs
 from tests.kit.waiting import until
@@ -41,6 +43,11 @@ def test_each_rung_is_shorter_and_keeps_fewer(count: int, epochs: int, factor: i
         (["dist.world_size=1,2"], "batch_size_per_gpu"),
         (["train.learning_rte=0.1,0.2"], "train.learning_rte: unknown key; did you mean learning_rate?"),
         (["train.learning_rate=0.1,fast"], "train.learning_rate: 'fast' is text, not a number"),
+        (["train.learning_rate=0.1,0.1,0.2"], "train.learning_rate=0.1 and train.learning_rate=0.1 are the same experiment"),
+        (["train.learning_rate=0.1,0.2", "train.learning_rate=0.3,0.4"], "train.learning_rate is named twice"),
+        (["train.momentum={,0.1"], "train.momentum={,0.1: is not YAML"),
+        (["model.name=mlp,lenett"], "model.name: 'lenett' is unknown; did you mean lenet?"),
+        (["dist.strategy=ddp,foo"], "dist.strategy: 'foo' is unknown"),
         (["seed=1,2"], "seed: candidates are compared on the same data and as many epochs; sweep another key"),
     ],
 )
@@ -69,6 +76,31 @@ def test_values_are_combined(tmp_path: Path) -> None:
         "train.learning_rate=0.2 train.clip_norm=1.0",
     ]
     assert [one.config.train.clip_norm for one in found] == [None, 1.0, None, 1.0]
+    lists = values_of("dist.lanes_per_rank", "[2,2],[1,3]")
+    assert lists == [("[2, 2]", [2, 2]), ("[1, 3]", [1, 3])]
+
+
+def test_a_rung_is_reached_with_its_validation_and_what_comes_later_changes_no_decision(tmp_path: Path) -> None:
+    experiment = Experiment(tmp_path).set(**SETTINGS)
+    experiment.run("prepare")
+    found, _ = candidates_of(["train.learning_rate=0.1,0.2"], Paths(experiment.params))
+    run, first = found.plan.job.run, found.plan.steps_per_epoch
+    (run / "checkpoints").mkdir(parents=True)
+    journal = Journal(run / "journal.jsonl")
+    journal.event("started", stage="train", tags={})
+    (run / "checkpoints" / f"step-{first:08d}.safetensors").write_bytes(b"")
+    write_checksummed_json(
+        run / "checkpoints" / "index.json",
+        {"checkpoints": [{"step": first, "file": f"step-{first:08d}.safetensors", "sha256": sha256(b"").hexdigest()}]},
+    )
+    # A stop has cut off the validation there.
+    assert (found.at(1), found.accuracy(1)) == (False, -1.0)
+    journal.metrics({"validation/accuracy": 0.5}, first)
+    assert (found.at(1), found.accuracy(1)) == (True, 0.5)
+    journal.event("ended", stage="train", outcome="diverged", cause="")
+    journal.close()
+    assert (found.at(1), found.accuracy(1), found.diverged) == (True, 0.5, True)
+    assert (found.at(2), found.accuracy(2)) == (False, -1.0)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Watch: a second terminal shows a training while it runs, and how it ended."""
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -42,6 +43,10 @@ def test_a_finished_run_is_told_and_nothing_is_waited_for(
     assert "step 3 of " in said
     assert "validation/accuracy 0.75" in said
     assert said.splitlines()[-1] == "train: done"
+    # Other data may be prepared by now, or none.
+    shutil.rmtree(paths.prepared, ignore_errors=True)
+    assert watch.run(Config(), paths, None) == 0
+    assert "step 3 of " in capsys.readouterr().err
     with pytest.raises(ConfigError, match="nothing: no such file or folder"):
         watch.run(Config(), paths, tmp_path / "nothing")
     (run / "status.json").write_text('{"outcome": "running", "process": "999999999 on elsewhere", "stage": "train"}')

@@ -1,4 +1,4 @@
-"""The README's pictures, `make pictures`: trains four experiments, and photographs what a person would look at."""
+"""The README's pictures, `make pictures`: trains six experiments, and photographs what a person would look at."""
 
 import subprocess
 import sys

@@ -194,7 +194,7 @@ picture = io.BytesIO()
 Image.fromarray(images[0, 0]).save(picture, "png")
 pathlib.Path("one.png").write_bytes(picture.getvalue())
 text = base64.b64encode(picture.getvalue()).decode()
-for one in ([pathlib.Path("one.png")], [picture.getvalue()], {"image": [text]}):
+for one in ([pathlib.Path("one.png")], [picture.getvalue()], numpy.array([text]), {"image": [text]}):
     again = model.predict(__import__("pandas").DataFrame(one) if isinstance(one, dict) else one)
     assert again.iloc[0]["class"] == found.iloc[0]["class"], again
     assert abs(again.iloc[0]["probability"] - found.iloc[0]["probability"]) < 1e-5

@@ -1,16 +1,18 @@
 """Which experiment is best, whether that is fair, and whether seeds alone may explain it."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from pipeline.compare.answers import answers, best, differs, same_bits, unfair
+from pipeline.compare.answers import again, answers, best, differs, same_bits, unfair
 from pipeline.compare.drawing import Axis, Line, chart
 from pipeline.compare.groups import Spread, grouped
 from pipeline.compare.page import page
 from pipeline.compare.results import Point, Result, thinned
 from pipeline.compare.table import counts, duration, experiments
 
+PARAMS = Path("other/params.yaml")
 SETTINGS = {
     "seed": 1,
     "prepared data": "a" * 64,
@@ -114,12 +116,12 @@ def test_settings_that_differ_are_columns() -> None:
 
 def test_the_page_needs_nothing_else_and_keeps_what_it_is_told_from_becoming_markup() -> None:
     runs = [result(rate, seed, 0.9, name=f"runs/<b>{seed}") for rate in (0.1, 0.2) for seed in (1, 2)]
-    html = page(grouped(runs))
+    html = page(grouped(runs), PARAMS)
     assert not any(word in html for word in ("http", "src=", "<script", "<link", "@import", "<b>"))
     assert "runs/&lt;b&gt;1" in html
     assert html.count("<svg") == 2
     assert html.count('class="band"') == 2
-    assert dict(answers(grouped(runs)))["Best"] in html
+    assert dict(answers(grouped(runs), PARAMS))["Best"] in html
 
 
 def test_an_axis_has_round_numbers_around_all_values() -> None:
@@ -134,6 +136,26 @@ def test_an_axis_has_round_numbers_around_all_values() -> None:
 def test_a_chart_of_nothing_says_so_and_one_point_is_seen() -> None:
     assert chart("loss", "x", "y", []) == "<p>loss: nothing to draw.</p>"
     assert "h.1" in chart("loss", "x", "y", [Line("A", 0, [(1.0, 1.0)])])
+
+
+def test_the_mean_of_seeds_is_over_all_that_come_so_far() -> None:
+    long, short = ({"train/loss": [Point(step, None, value) for step in range(1, last + 1)]} for value, last in ((1.0, 900), (2.0, 700)))
+    (group,) = grouped([result(0.1, 1, 0.9, curves=long), result(0.1, 2, 0.8, curves=short)])
+    found = group.curve("train/loss")
+    assert len(found) <= 401
+    assert {spread.mean for step, spread, _, _ in found if step <= 700} == {1.5}
+    assert {spread.mean for step, spread, _, _ in found if step > 700} == {1.0}
+    # One that logs another distance has no say where it has no value, nor makes the mean jump.
+    seldom = {"train/loss": [Point(step, None, 2.0) for step in range(2, 901, 2)]}
+    (group,) = grouped([result(0.1, 1, 0.9, curves=long), result(0.1, 2, 0.8, curves=seldom)])
+    assert {spread.mean for _, spread, _, _ in group.curve("train/loss")} == {1.5}
+
+
+def test_the_best_that_is_finished_can_be_had_again() -> None:
+    runs = [result(0.1, 1, 0.9, weights_sha256=None), result(0.2, 1, 0.8, name="runs/it's"), result(0.2, 2, 0.7)]
+    assert again(grouped(runs), Path("params.yaml")) == """python -m pipeline verify 'runs/it'"'"'s'"""
+    assert again(grouped(runs[2:]), PARAMS) == "python -m pipeline verify --params other/params.yaml runs/0.2-2"
+    assert again(grouped(runs[:1]), PARAMS) == "nothing is finished"
 
 
 def test_a_long_curve_keeps_its_ends() -> None:

@@ -58,6 +58,8 @@ def test_mlflow_has_the_checkpoints_that_the_run_keeps_with_the_figures_of_their
     run.journal.metrics({"best/validation_accuracy": 0.75, "test/accuracy": 0.5}, 20)
     run.journal.metrics({"train/loss": 0.25}, 40)
     first = run.save("step-00000020", b"twenty")
+    # A person's own copy.
+    (run.folder / "checkpoints" / "best-00000020 (1).safetensors").write_bytes(b"copy")
     run.save("best-00000020", b"best")
     uploads = CheckpointUploads(run.client, run.folder)
     run.finish(uploads)

@@ -24,8 +24,8 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MlflowClient:
 class Registry:
     """An experiment whose runs have a model each."""
 
-    def __init__(self, client: MlflowClient):
-        self.client, self.experiment = client, client.create_experiment("lockstep")
+    def __init__(self, client: MlflowClient, name: str = "lockstep"):
+        self.client, self.experiment = client, client.create_experiment(name)
         self.models: dict[str, LoggedModel] = {}
 
     def trained(self) -> str:
@@ -56,3 +56,37 @@ def test_the_champion_moves_only_for_a_better_model_of_committed_code_on_the_sam
     (of_first,) = [one for one in versions if one.run_id == first]
     assert of_first.tags == {"test/accuracy": "0.91", "lockstep.tests": "a" * 16, "lockstep.clean": "True"}
     assert of_first.source.startswith("models:/")
+
+
+@pytest.mark.parametrize("name", ["team/mnist", "it's", 'a "good" one', "a:b`c"])
+def test_an_experiment_of_any_name_has_a_registered_model(client: MlflowClient, name: str) -> None:
+    registry = Registry(client, name)
+    run = registry.trained()
+    facts = {"model": "fashion-mnist", "accuracy": 0.9, "clean": True, "tests": "a" * 16}
+    for _ in range(2):
+        register(client, run, registry.models[run], facts)
+    (model,) = client.search_registered_models()
+    assert {name: int(version) for name, version in model.aliases.items()} == {"champion": 1}
+    assert len(client.search_model_versions(f"run_id = '{run}'")) == 1
+
+
+def test_of_two_evaluations_at_once_the_better_one_is_champion(client: MlflowClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry(client)
+    first, better, good = (registry.trained() for _ in range(3))
+    assert registry.evaluated(first, 0.85) == first
+    old = client.get_registered_model(NAME).aliases
+    assert registry.evaluated(better, 0.91) == better
+    seen = client.get_registered_model
+
+    def before_the_other(name: str) -> Any:
+        found = seen(name)
+        found.aliases.update(old)
+        return found
+
+    with monkeypatch.context() as patched:
+        # It has read the champion before the other one has moved it.
+        patched.setattr(client, "get_registered_model", before_the_other)
+        facts = {"model": "fashion-mnist", "accuracy": 0.90, "clean": True, "tests": "a" * 16}
+        register(client, good, registry.models[good], facts)
+    champion = client.get_registered_model(NAME).aliases["champion"]
+    assert client.get_model_version(NAME, champion).run_id == better
