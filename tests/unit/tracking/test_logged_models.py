@@ -10,6 +10,7 @@ from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_TIMEOUT as LIMIT
 
 from pipeline.tracking.journal import CHECKPOINT, Journal
 from pipeline.tracking.logged_models import EVALUATED, CheckpointUploads, find_model, give_metrics
+from pipeline.tracking.mirror import Mirror
 from pipeline.tracking.uploads import UPLOAD_SECONDS, uploading
 from tests.kit.experiment import database
 
@@ -165,3 +166,20 @@ def test_requests_have_the_time_of_an_upload_until_the_last_one_has_ended(monkey
     during = LIMIT.get()
     second.__exit__(None, None, None)
     assert (during, LIMIT.get()) == (UPLOAD_SECONDS, 5)
+
+
+def test_an_end_waits_for_checkpoints_only_if_nothing_came_after_it(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(CheckpointUploads, "start", lambda *_: None)
+    monkeypatch.setattr(CheckpointUploads, "finish", lambda *_: waited.append("finished"))
+    mirror = Mirror(tmp_path)
+    run.journal.event("ended", stage="train", outcome="stopped", cause="")
+    run.journal.event("started", stage="train", tags={})
+    run.journal.metrics({"train/loss": 0.5}, 20)
+    mirror.catch_up()
+    assert waited == []
+    run.journal.event("ended", stage="train", outcome="done", cause="")
+    mirror.catch_up()
+    assert waited == ["finished"]
+    (found,) = [one for one in run.client.search_runs([run.experiment]) if one.info.run_id != run.id]
+    assert (found.info.status, found.data.metrics) == ("FINISHED", {"train/loss": 0.5})
