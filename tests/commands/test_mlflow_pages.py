@@ -89,7 +89,7 @@ def test_the_page_of_a_run_begins_with_its_description_and_images(pages: Pages) 
     shown = pages.shown(page, run.data.tags["lockstep.weights_sha256"], "get-artifact")
     sources = re.findall(r'<img[^>]*src="(get-artifact[^"]*)"', shown.replace("&amp;", "&"))
     drawn = {re.findall("path=([^&]*)", source)[0] for source in sources}
-    assert drawn == {f"plots/{name}.png" for name in ("curves", "confusion", "worst")}
+    assert drawn == {f"plots/{name}.png" for name in ("curves", "ranks", "confusion", "worst")}
     for source in sources:
         with urlopen(f"{pages.server.uri}/{source}") as answer:
             assert answer.read(8) == b"\x89PNG\r\n\x1a\n"
