@@ -30,6 +30,7 @@ INSTEAD = {
         "python -m pipeline sweep --help",
         "tests/commands/test_sweep.py sweeps",
     ),
+    "sbatch --nodes=2 deploy/slurm.sh": ("bash -n deploy/slurm.sh", "needs Slurm; tests/faults/test_slurm_jobs.py submits it"),
     "make bench": ("make bench BENCH='--pairs=1 --seconds=0.1 lenet'", "an hour"),
     "python bench/faults.py": ("python bench/faults.py --help", "half an hour"),
     f"{_COMPOSE}.gpu.yml up": (f"{_COMPOSE}.gpu.yml config --quiet", "needs GPUs"),

@@ -132,7 +132,7 @@ def test_a_machine_that_joins_restarts_healthy_ranks_without_asking_them_to_stop
     end = tmp_path / "end"
     doing = f"[time.sleep(0.05) for _ in range(1200) if not os.path.exists({str(end)!r})]"
     options = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:29433", "--rdzv-id=two", "--nnodes=1:2", "--rdzv-conf=last_call_timeout=5")
-    # The last call is as long as the second machine may take to join: it is short, as the first one waits for it alone.
+    # How long the first machine waits for another: at its start in vain, then for one that is slow on a busy machine.
     one = Agent(tmp_path, doing, *options, ranks=1)
     until(lambda: list(tmp_path.glob("began-0-0-0-of-1")), one.process)
     other = Agent(tmp_path, doing, *options, ranks=1)
