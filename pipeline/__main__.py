@@ -119,7 +119,8 @@ def parser() -> argparse.ArgumentParser:
     runs = "receipts, folders with one, runs' folders, or folders of runs (default: runs/)"
     each["compare"].add_argument("results", nargs="*", type=Path, metavar="RUN", help=runs)
     each["compare"].add_argument("--html", type=Path, metavar="FILE", help="where the page goes (default: compare.html beside params.yaml)")
-    each["lead"].add_argument("--workers", type=number(0, 10000), help="machines beside this one (default: dist.nodes less one)")
+    beside = "machines beside this one, or a range such as 1:3 (default: dist.nodes less one)"
+    each["lead"].add_argument("--workers", metavar="N", help=beside)
     each["lead"].add_argument("--port", type=number(1, 65535), help="where workers join (default: 29400)")
     each["lead"].add_argument("--bind", metavar="ADDRESS", help="listen on this address alone (default: all; 127.0.0.1 without workers)")
     each["lead"].add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND…", help="what to run, with its own arguments")

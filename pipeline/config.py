@@ -87,6 +87,8 @@ class Train(Section):
 
 class Dist(Section):
     world_size: int = Field(default=2, ge=1)
+    # Then world_size is one rank a machine, until a machine says how many it runs. It is no key of its own.
+    auto: bool = Field(default=False, exclude=True, alias="world_size: auto")
     nodes: int = Field(default=1, ge=1)
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     init_method: str = "env://"
@@ -128,8 +130,17 @@ class Dist(Section):
         whole, rest = divmod(self.pieces, self.world_size)
         return [whole + (rank < rest) for rank in range(self.world_size)]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_auto(cls, values: Any) -> Any:
+        found = isinstance(values, dict) and values.get("world_size") == "auto"
+        return values | {"world_size": values.get("nodes", 1), "world_size: auto": True} if found else values
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        shares = isinstance(self.lanes_per_rank, list)
+        if self.auto and (self.reduction, self.batch_size_per_gpu, self.replicas, shares) != ("ordered", None, 1, False):
+            raise ValueError("world_size: auto needs global_batch, ordered, replicas: 1, and null as batch_size_per_gpu and lanes_per_rank")
         self._check_batch()
         found = re.fullmatch(r"env://|tcp://[^/]+:(\d{1,5})|file:///.*[^/]", self.init_method)
         if not found or not 0 < int(found[1] or 1) < 65536:
@@ -148,24 +159,21 @@ class Dist(Section):
         return self
 
     def _check_batch(self) -> None:
+        if self.batch_size_per_gpu is None and self.global_batch is None:
+            raise ValueError("batch_size_per_gpu: is missing; set it, or global_batch")
         if self.batch_size_per_gpu is None:
-            if self.global_batch is None:
-                raise ValueError("batch_size_per_gpu: is missing; set it, or global_batch")
-            if self.reduction == "native" and self.global_batch % self.pieces:
+            if self.reduction == "native" and self.images_per_step % self.pieces:
                 raise ValueError(f"global_batch: {self.global_batch} is not divisible by world_size x accumulation ({self.pieces})")
             if self.reduction == "ordered" and self.accumulation > 1:
                 raise ValueError("accumulation: global_batch is cut into lanes, which a rank accumulates; set accumulation: 1")
             return
         product = self.world_size * self.batch_size_per_gpu * self.accumulation
         if self.global_batch not in (None, product):
-            said = f"({self.world_size} x {self.batch_size_per_gpu} x {self.accumulation} = {product})"
-            raise ValueError(
-                f"global_batch: {self.global_batch} is not world_size x batch_size_per_gpu x accumulation {said}; set one to null"
-            )
+            said = f"world_size x batch_size_per_gpu x accumulation ({self.world_size} x {self.batch_size_per_gpu} x {self.accumulation}"
+            raise ValueError(f"global_batch: {self.global_batch} is not {said} = {product}); set one to null")
 
     def _check_lanes(self, lanes: int) -> None:
-        least = self.world_size * self.accumulation
-        if lanes < least:
+        if lanes < (least := self.world_size * self.accumulation):
             raise ValueError(f"lanes: {lanes} is fewer than world_size x accumulation; set lanes to at least {least}")
         if self.images_per_step % lanes:
             raise ValueError(f"lanes: {lanes} does not divide the global batch ({self.images_per_step}); set lanes or {self.batch_key}")
@@ -173,7 +181,7 @@ class Dist(Section):
         if isinstance(own, list):
             # One rank may have several GPUs.
             count = len(own) if self.strategy == "dataparallel" else self.world_size
-            if len(own) != count or sum(own) != lanes or min(own) < 1:
+            if (len(own), sum(own)) != (count, lanes) or min(own) < 1:
                 raise ValueError(f"lanes_per_rank: {own} must be {count} numbers of at least 1 that add up to lanes ({lanes})")
 
 

@@ -11,15 +11,16 @@ import time
 from types import FrameType
 
 from pipeline import join
-from pipeline.cluster.environment import detect
+from pipeline.cluster.environment import ClusterEnvironment, detect, machines
 from pipeline.cluster.messages import Clock
+from pipeline.cluster.presence import Presence
 from pipeline.cluster.store import ClusterStore, serve
-from pipeline.config import Config, ConfigError
+from pipeline.config import Config, ConfigError, PeerError
 from pipeline.files import Paths
 from pipeline.hardware.machine import check_writable
 from pipeline.hardware.network import PORT, endpoint, listen
-from pipeline.process_tree import NODES, STORE, adopt_orphans, dies_with_parent, wait_for_orphans
-from pipeline.runs.status import STOPPED
+from pipeline.process_tree import ELASTIC, NODES, STORE, adopt_orphans, dies_with_parent, wait_for_orphans
+from pipeline.runs.status import STOPPED, StopRequested
 from pipeline.stop_signals import handled_by
 from pipeline.timeouts import STORM_SECONDS, ending_seconds
 
@@ -31,7 +32,7 @@ JOIN_SECONDS = 60
 GOODBYE_SECONDS = 5
 
 
-def run(config: Config, paths: Paths, words: list[str], workers: int | None, port: int | None, bind: str | None = None) -> int:
+def run(config: Config, paths: Paths, words: list[str], workers: str | None, port: int | None, bind: str | None = None) -> int:
     """Run a command, and keep a store open in which workers wait for jobs; returns the exit code of the ranks or the command."""
     if not words:
         raise ConfigError("lead: no command; write for example: python -m pipeline lead dvc repro")
@@ -41,42 +42,100 @@ def run(config: Config, paths: Paths, words: list[str], workers: int | None, por
     check_writable(paths.root)
     if shutil.which(words[0]) is None:
         raise ConfigError(f"lead: no program {words[0]!r} is to be found; write for example: python -m pipeline lead dvc repro")
-    nodes = given.nodes if given else config.dist.nodes if workers is None else workers + 1
+    least, most = _machines(config, given, workers)
     number = port or (given.port if given else PORT)
-    started_at = time.monotonic()
     # torchrun unpickles what it finds in the store: nobody else reaches it where nobody else is to come.
-    address = bind or ("127.0.0.1" if nodes == 1 else None)
+    address = bind or ("127.0.0.1" if most == 1 else None)
     listening = listen(number, address)
-    log.info("leading %s", _who_joins(nodes, "" if address == "127.0.0.1" else endpoint(bind or os.uname().nodename, number)))
+    log.info("leading %s", _who_joins(least, most, "" if address == "127.0.0.1" else endpoint(bind or os.uname().nodename, number)))
     host = "127.0.0.1" if bind in (None, "0.0.0.0", "::") else bind
-    variables = os.environ | {STORE: endpoint(host, number), NODES: str(nodes)}
-    # A session of its own: signals reach us alone, and we decide what becomes of them.
-    process = subprocess.Popen(words, env=variables, start_new_session=True, preexec_fn=dies_with_parent())
+    command = Command(words, endpoint(host, number), config.dist.grace_seconds)
     adopt_orphans()
-    relay = SignalRelay(process.pid)
-    with handled_by(relay.on_signal):
+    with handled_by(command.relay.on_signal):
+        if least < most:
+            return _lead_who_is_there(command, serve(host, number, listening), least, most)
+        command.start(most)
         # While the command begins: this imports torch.
         store = serve(host, number, listening)
-        exit_code = process.wait()
-        if exit_code < 0:
-            # An engine's SIGTERM ends DVC at once, and leaves us its stage, which still saves.
-            wait_for_orphans(process.pid, ending_seconds(config.dist.grace_seconds), lambda: relay.hurried)
-        relay.command_ended = True
-        verdict = verdict_of(exit_code, store, relay.requested)
-        store.put("verdict", verdict)
-        wait_for_goodbyes(store, nodes - 1, started_at, relay)
+        return _say_goodbye(command.end(store), command, store, most)
+
+
+def _machines(config: Config, given: ClusterEnvironment | None, workers: str | None) -> tuple[int, int]:
+    """Return how many machines a job needs, and how many it takes."""
+    if given is not None:
+        least, most = given.least, given.nodes
+    elif workers is None:
+        least, most = config.dist.nodes, config.dist.nodes
+    else:
+        least, most = (number + 1 for number in machines("--workers", workers))
+    if least < most and not config.dist.auto:
+        raise ConfigError(f"--workers: {workers}: a range needs dist.world_size: auto; or write a number")
+    # More than lanes there is nothing to do for.
+    return least, max(least, min(most, config.dist.pieces)) if config.dist.auto else most
+
+
+def _lead_who_is_there(command: "Command", store: ClusterStore, least: int, most: int) -> int:
+    """Run a command on as many machines as come, and again on those that are left when one is lost."""
+    presence, losses, nodes = Presence(store), 0, least
+    while True:
+        command.relay.watch(0)
+        try:
+            nodes = presence.wait_for(least, most, command.relay.check, lambda text: log.info("%s", text))
+        except (PeerError, StopRequested) as error:
+            log.info("%s", error)
+            return _say_goodbye(error.exit_code, command, store, nodes)
+        log.info("beginning on %d of %s machines", nodes, f"{least} to {most}")
+        command.start(nodes, elastic=True)
+        verdict, before = command.end(store), losses
+        losses = len(store.since("lost", 0))
+        if verdict != PeerError.exit_code or losses == before or command.relay.requested:
+            return _say_goodbye(verdict, command, store, nodes)
+        log.info("a machine was lost; beginning again with those that are there")
+        # What the next start makes of it counts.
+        store.put("last-exit-code", None)
+
+
+def _say_goodbye(verdict: int, command: "Command", store: ClusterStore, nodes: int) -> int:
+    store.put("verdict", verdict)
+    command.relay.command_ended = True
+    wait_for_goodbyes(store, nodes - 1, command.started_at, command.relay)
     return verdict
 
 
-def _who_joins(nodes: int, where: str) -> str:
-    others = f"{nodes - 1} workers" if nodes > 2 else "1 worker" if nodes == 2 else "no worker: dist.nodes is 1, unless you say --workers"
+class Command:
+    """What is run below this process, which tells it of the store."""
+
+    def __init__(self, words: list[str], store: str, grace_seconds: int):
+        self._words, self._store, self._grace_seconds = words, store, grace_seconds
+        self.started_at, self.relay = time.monotonic(), SignalRelay()
+
+    def start(self, nodes: int, elastic: bool = False) -> None:
+        """Start it on so many machines."""
+        variables = os.environ | {STORE: self._store, NODES: str(nodes)} | ({ELASTIC: "1"} if elastic else {})
+        # A session of its own: signals reach us alone, and we decide what becomes of them.
+        self._process = subprocess.Popen(self._words, env=variables, start_new_session=True, preexec_fn=dies_with_parent())
+        self.relay.watch(self._process.pid)
+
+    def end(self, store: ClusterStore) -> int:
+        """Wait for its end; returns the verdict."""
+        exit_code = self._process.wait()
+        if exit_code < 0:
+            # An engine's SIGTERM ends DVC at once, and leaves us its stage, which still saves.
+            wait_for_orphans(self._process.pid, ending_seconds(self._grace_seconds), lambda: self.relay.hurried)
+        self.relay.command_ended = True
+        return verdict_of(exit_code, store, self.relay.requested)
+
+
+def _who_joins(least: int, most: int, where: str) -> str:
+    others = f"{most - 1} workers" if most > 2 else "1 worker" if most == 2 else "no worker: dist.nodes is 1, unless you say --workers"
+    others = f"{least - 1} to {others}" if least < most else others
     return f"{others}; a worker is started with: python -m pipeline join {where}" if where else others
 
 
 class SignalRelay:
     """Passes signals on to a command: the first as SIGINT, the only one that DVC leaves to its stage; a person's second as it is."""
 
-    def __init__(self, command: int):
+    def __init__(self, command: int = 0):
         self._command, self._requested_at = command, -math.inf
         self.command_ended = False
         # True once a signal says not to wait for workers that have yet to hear of the command's end.
@@ -86,6 +145,18 @@ class SignalRelay:
     def requested(self) -> bool:
         return self._requested_at != -math.inf
 
+    def watch(self, command: int) -> None:
+        """Pass signals on to this command from now on, or to none, by 0; at once, if one came while it started."""
+        self._command, self.command_ended = command, False
+        if command and self.requested:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(command, signal.SIGINT)
+
+    def check(self) -> None:
+        """Raise StopRequested if a signal has come."""
+        if self.requested:
+            raise StopRequested("stopped on request while it waited for machines")
+
     def on_signal(self, number: int, _: FrameType | None) -> None:
         """Pass a signal on, unless it belongs to the same request as the first: engines signal all processes at once, several times."""
         now, first = time.monotonic(), not self.requested
@@ -93,9 +164,9 @@ class SignalRelay:
             self._requested_at = now
         elif now < self._requested_at + STORM_SECONDS:
             return
-        if self.command_ended:
-            # Its process group may be another's by now.
-            self.hurried = True
+        if self.command_ended or not self._command:
+            # Its process group may be another's by now. Where the next one is yet to begin, workers are to hear of it.
+            self.hurried = self.command_ended or not first
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._command, signal.SIGINT if first else number)

@@ -54,7 +54,8 @@ def _explain(error: Any) -> str:
         section: Any = Config
         for part in location[:-1]:
             section = section.model_fields[part].annotation
-        return str(unknown(key, location[-1], list(section.model_fields))).replace(f"{location[-1]!r} is unknown", "unknown key")
+        known = [name for name, field in section.model_fields.items() if not field.exclude]
+        return str(unknown(key, location[-1], known)).replace(f"{location[-1]!r} is unknown", "unknown key")
     if error["type"] == "value_error":
         return f"{key}.{error['ctx']['error']}"
     if isinstance(value, str) and error["type"] in ("float_type", "int_type"):

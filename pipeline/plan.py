@@ -8,7 +8,7 @@ from pipeline.config import Config, ConfigError
 from pipeline.data import store
 from pipeline.files import Paths
 from pipeline.hardware import machine
-from pipeline.hardware.placement import Placement, a_gpu_each, resolve
+from pipeline.hardware.placement import Placement, a_gpu_each, as_many_ranks, resolve
 from pipeline.job import Job
 from pipeline.process_tree import NODES, STORE
 from pipeline.runs import checkpoints
@@ -67,7 +67,7 @@ def plan(config: Config, paths: Paths, stop_after_epochs: int | None = None) -> 
 def resolved(config: Config) -> tuple[Config, Placement]:
     """The configuration on as many machines and ranks as there are, and what its ranks compute on."""
     here = machine.detect()
-    config = a_gpu_each(resolve_num_nodes(config), here)
+    config = a_gpu_each(as_many_ranks(resolve_num_nodes(config), here, os.environ.get("PET_NPROC_PER_NODE", "")), here)
     return config, resolve(config, here)
 
 
@@ -75,10 +75,10 @@ def resolve_num_nodes(config: Config) -> Config:
     """The configuration over as many machines as a leader gives, or as `dist.nodes` asks for."""
     led = os.environ.get(STORE)
     nodes = int(os.environ[NODES]) if led else config.dist.nodes
-    size = config.dist.world_size
+    size = nodes if config.dist.auto else config.dist.world_size
     if nodes > 1 and not led:
         how = "start this with: python -m pipeline lead dvc repro, and on the others: python -m pipeline join HOST"
         raise ConfigError(f"dist.nodes: {nodes} machines need a leader; {how}; or set nodes: 1")
     if size % nodes:
         raise ConfigError(f"dist.world_size: {size} ranks cannot be spread evenly over {nodes} machines; set it to a multiple of {nodes}")
-    return config.model_copy(update={"dist": config.dist.model_copy(update={"nodes": nodes})})
+    return config.model_copy(update={"dist": config.dist.model_copy(update={"nodes": nodes, "world_size": size})})

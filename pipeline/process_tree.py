@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
-# How the commands below `lead` know its store, and the number of machines.
-STORE, NODES = "LOCKSTEP_STORE", "LOCKSTEP_NODES"
+# How the commands below `lead` know its store, the number of machines, and whether the job begins again with fewer if one is lost.
+STORE, NODES, ELASTIC = "LOCKSTEP_STORE", "LOCKSTEP_NODES", "LOCKSTEP_ELASTIC"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 

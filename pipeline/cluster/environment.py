@@ -18,13 +18,14 @@ SLURM_PORTS = range(20000, 30000)
 
 @dataclass(frozen=True)
 class ClusterEnvironment:
-    """How many machines there are, whether this one leads, where the leader listens, and who says so."""
+    """How many machines there may be, whether this one leads, where the leader listens, who says so, and how many it needs at least."""
 
     nodes: int
     leads: bool
     host: str
     port: int
     engine: str = "PET_*"
+    least: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,13 @@ def detect(config: Config, variables: Mapping[str, str]) -> ClusterEnvironment |
     """Return this machine's place among those of a job, or None where nothing names more than one; PET_* go before an engine's own."""
     engine = next((one for one in ENGINES if variables.get(one.nodes)), None)
     named = _named_by(engine, variables) | {name: value for name, value in variables.items() if name.startswith("PET_") and value}
-    # A range such as 1:4 is for jobs that change their size while they run; this one takes the upper end.
-    nnodes = named.get("PET_NNODES", "1").rpartition(":")[2]
-    if not nnodes.isdigit():
-        raise ConfigError(f"PET_NNODES: {named['PET_NNODES']!r} is no number of machines")
-    nodes = int(nnodes)
+    least, nodes = machines("PET_NNODES", named.get("PET_NNODES", "1"))
     if nodes <= 1:
         return None
     if engine is not None:
         _check(engine, nodes, variables)
     ranks, size = named.get("PET_NPROC_PER_NODE", ""), config.dist.world_size
-    if ranks.isdigit() and int(ranks) * nodes != size:
+    if ranks.isdigit() and int(ranks) * nodes != size and not config.dist.auto:
         raise ConfigError(f"dist.world_size: {size}, but PET_* give {nodes} machines of {ranks}; set world_size: {nodes * int(ranks)}")
     endpoint = named.get("PET_RDZV_ENDPOINT") or named.get("PET_MASTER_ADDR")
     if not endpoint:
@@ -68,7 +65,16 @@ def detect(config: Config, variables: Mapping[str, str]) -> ClusterEnvironment |
     host, port = split(endpoint if ":" in endpoint else f"{endpoint}:{named.get('PET_MASTER_PORT') or DEFAULT_PORT}")
     node_rank = named.get("PET_NODE_RANK")
     leads = node_rank == "0" if node_rank else _is_this_machine(host, port)
-    return ClusterEnvironment(nodes, leads, host, port, engine.name if engine else "PET_*")
+    # With a number of ranks in params.yaml there is one number of machines to spread them over.
+    return ClusterEnvironment(nodes, leads, host, port, engine.name if engine else "PET_*", least if config.dist.auto else nodes)
+
+
+def machines(name: str, said: str) -> tuple[int, int]:
+    """Return how many machines a job needs and how many it takes, said as a number or as a range such as 1:4."""
+    found = re.fullmatch(r"(?:(\d{1,5}):)?(\d{1,5})", said)
+    if not found or int(found[1] or 0) > int(found[2]):
+        raise ConfigError(f"{name}: {said!r} is no number of machines, nor a range such as 1:4")
+    return int(found[1] or found[2]), int(found[2])
 
 
 def _named_by(engine: Engine | None, variables: Mapping[str, str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from pipeline.config import PeerError
 from pipeline.hardware.network import endpoint, interface, own_address, split
 from pipeline.job import Job
 from pipeline.launch.node import Membership, Node
-from pipeline.process_tree import STORE
+from pipeline.process_tree import ELASTIC, STORE
 from pipeline.runs.status import STOPPED, StopRequested
 
 
@@ -44,7 +44,7 @@ def lead_job(stage: Literal["train", "evaluate"], job: Job, say: Callable[[str],
         raise StopRequested("stopped on request while it waited for workers")
 
     with on_stop_request(stop):
-        members = MultiNode(node, offer, connect(host, port), say)
+        members = MultiNode(node, offer, connect(host, port), say, elastic=ELASTIC in os.environ)
         try:
             members.wait_for_workers(f"{socket.gethostname()}:{port}")
         except StopRequested:

@@ -12,8 +12,8 @@ from pipeline.config import MachineError, PeerError
 from pipeline.launch.failures import Failure
 from pipeline.launch.node import Membership, Node
 
-# How long a leader waits for the workers of a job.
-COME_SECONDS = 600
+# How long a leader waits for the workers of a job; for those of one that begins with fewer, as they were there a moment ago.
+COME_SECONDS, ELASTIC_COME_SECONDS = 600, 60
 # A worker without a heartbeat for so long is lost; torchrun's agents use the same limit.
 SILENT_SECONDS = 15
 # torchrun compares wall clocks for its keep-alives. A clock is behind if so many heartbeats say so: one may be late.
@@ -56,8 +56,11 @@ class WorkerState:
 class MultiNode(Membership):
     """The membership of a job on several machines: admits exactly as many workers as it needs, the others are spares."""
 
-    def __init__(self, node: Node, offer: JobOffer, store: ClusterStore, say: Callable[[str], None], clock: Clock = time):
+    def __init__(
+        self, node: Node, offer: JobOffer, store: ClusterStore, say: Callable[[str], None], clock: Clock = time, elastic: bool = False
+    ):
         super().__init__(node)
+        self._elastic, self._come_seconds = elastic, ELASTIC_COME_SECONDS if elastic else COME_SECONDS
         self.leaving, self.replies = False, list[Reply]()
         self._wanted, self._id, self._gpus = node.nodes - 1, offer.id, frozenset(offer.gpus)
         self._sharing: set[str] = set()
@@ -84,10 +87,12 @@ class MultiNode(Membership):
             if announced != missing and waited_seconds > 1:
                 self._say(f"waiting for {missing} of {self._wanted} workers: python -m pipeline join {where}")
                 announced = missing
-            if waited_seconds > COME_SECONDS:
+            if waited_seconds > self._come_seconds:
+                self._store.append("lost", missing)
                 self.end_job(PeerError.exit_code)
                 shared = f" ({len(self._sharing)} had the GPU of another)" if self._sharing else ""
-                raise PeerError(f"{missing} of {self._wanted} workers did not come in {COME_SECONDS} s{shared}; start them, or lead fewer")
+                came = f"{missing} of {self._wanted} workers did not come in {self._come_seconds} s"
+                raise PeerError(f"{came}{shared}; start them, or lead fewer")
             self._clock.sleep(POLL_SECONDS)
 
     def _review(self) -> list[str]:
@@ -101,7 +106,7 @@ class MultiNode(Membership):
         self._read_leaving()
         refusals = self._read_replies()
         for worker, state in list(self._workers.items()):
-            heartbeat: float | None = self._store.get(f"{self._id}/heartbeats/{worker}")
+            heartbeat: float | None = self._store.get(f"heartbeats/{worker}")
             if heartbeat is not None and heartbeat != state.heartbeat:
                 state.see(heartbeat, self._clock.monotonic(), self._clock.time())
             if worker not in self._admitted and state.clock_differs:
@@ -150,16 +155,27 @@ class MultiNode(Membership):
 
     def failures_since_last_call(self) -> list[Failure]:
         """Return the failures that workers have reported since the last call; once a second, look who is still alive."""
+        lost: list[Failure] = []
         try:
             new = self._store.since(f"{self._id}/failures", self._num_failures)
             if self._clock.monotonic() - self._reviewed_at > REVIEW_SECONDS:
                 for refusal in self._review():
                     self._say(f"worker {refusal}; it cannot take part")
+                lost = self._lost_for_good()
         except PeerError:
             # `lead` above us is gone, and this job is about to be stopped.
             return []
         self._num_failures += len(new)
-        return [Failure(**one) for one in new]
+        return [Failure(**one) for one in new] + lost
+
+    def _lost_for_good(self) -> list[Failure]:
+        """Return the failure of a job that is to begin again with fewer machines: one is lost, and no spare is there."""
+        if not self._elastic or not self._began or len(self._admitted) == self._wanted:
+            return []
+        self._elastic = False
+        self._store.append("lost", self._wanted - len(self._admitted))
+        hosts = sorted(state.host for worker, state in self._workers.items() if worker not in self._admitted)
+        return [Failure(None, PeerError.exit_code, f"worker {', '.join(hosts)} is lost", 0)]
 
     def end_job(self, exit_code: int) -> None:
         """Tell the workers that the job is over, and how; only the first call counts."""

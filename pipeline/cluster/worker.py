@@ -51,6 +51,7 @@ class Worker:
                     log.info("the leader has ended with %d", verdict)
                     self._store.append("goodbyes", self._name)
                     return int(verdict)
+                self.send_heartbeat()
                 self._serve_new_offers()
                 self._clock.sleep(0.2)
         except StopRequested:
@@ -101,7 +102,7 @@ class Worker:
         self._offer_id = offer.id
         job, refusal = self._check(offer)
         self._heartbeat_at = -inf
-        self.send_heartbeat(offer)
+        self.send_heartbeat()
         ranks = offer.config.dist.world_size // offer.config.dist.nodes
         self._reply(offer.id, refusal, [] if refusal else gpus_of_ranks(offer.backend, ranks))
         if refusal:
@@ -120,7 +121,7 @@ class Worker:
                 log.info("%s %s: enough others take part; waiting as a spare", offer.stage, offer.config.model.name)
                 announced = True
             if not refusal:
-                self.send_heartbeat(offer)
+                self.send_heartbeat()
             self._clock.sleep(0.1)
 
     def _take_part(self, offer: JobOffer, job: Job) -> bool:
@@ -143,7 +144,7 @@ class Worker:
     def _wait_for_end(self, offer: JobOffer) -> None:
         """Wait, with the ranks here done, until the leader ends the job or goes on without this worker."""
         while self._clock.monotonic() < self._waits_until and not self._has_ended(offer) and self._is_member(offer):
-            self.send_heartbeat(offer)
+            self.send_heartbeat()
             self._clock.sleep(0.2)
 
     def _has_ended(self, offer: JobOffer) -> bool:
@@ -161,12 +162,12 @@ class Worker:
         except PeerError:
             return True
 
-    def send_heartbeat(self, offer: JobOffer) -> None:
+    def send_heartbeat(self) -> None:
         """Once a second, let the leader know that this worker is alive, and how late it is here."""
         if self._clock.monotonic() - self._heartbeat_at > HEARTBEAT_SECONDS:
             self._heartbeat_at = self._clock.monotonic()
             with contextlib.suppress(PeerError):
-                self._store.put(f"{offer.id}/heartbeats/{self._name}", self._clock.time())
+                self._store.put(f"heartbeats/{self._name}", self._clock.time())
 
     def report(self, offer: JobOffer, failure: Failure) -> None:
         """Report a failure of a rank here to the leader."""
@@ -192,7 +193,7 @@ class _Reporter:
 
     def poll(self) -> list[Failure]:
         """Send a heartbeat; returns nothing, as the leader reports no failures to workers."""
-        self._worker.send_heartbeat(self._offer)
+        self._worker.send_heartbeat()
         return []
 
     def stop_requested(self) -> bool:

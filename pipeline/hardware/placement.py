@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.config import Config, Dist, MachineError
+from pipeline.config import Config, ConfigError, Dist, MachineError
+from pipeline.hardware.cgroup import usable_cpus
 from pipeline.hardware.machine import Machine, cuda_of_torch
 
 # The compute capabilities from which on bf16 is native, and from which on CUDA 13 has kernels.
@@ -40,6 +41,19 @@ def resolve(config: Config, machine: Machine) -> Placement:
         backend="nccl" if gpus >= here and dist.backend != "gloo" else "gloo",
         precision=_precision(config.train.precision, device, machine),
     )
+
+
+def as_many_ranks(config: Config, machine: Machine, asked: str = "") -> Config:
+    """Return the experiment with a number for world_size: auto: on every machine as many ranks as an engine asks for, GPUs, or cores."""
+    dist = config.dist
+    if not dist.auto:
+        return config
+    ranks = int(asked) if asked.isdigit() else len(machine.gpus) or usable_cpus() // dist.threads_per_rank
+    if dist.pieces < dist.nodes:
+        raise ConfigError(f"dist.lanes: {dist.pieces} are fewer than {dist.nodes} machines; start fewer, or set another number of lanes")
+    most = 1 if dist.strategy == "dataparallel" else max(1, min(ranks, dist.pieces // dist.nodes))
+    sized = dist.model_copy(update={"auto": False} | fewer_ranks(dist, most))
+    return config.model_copy(update={"dist": sized})
 
 
 def a_gpu_each(config: Config, machine: Machine) -> Config:

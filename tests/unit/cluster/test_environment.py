@@ -27,6 +27,16 @@ def test_the_place_in_a_job_is_read_from_pet_variables_and_what_is_missing_is_na
         detect(config(), named | {"PET_NPROC_PER_NODE": "4"})
     with pytest.raises(ConfigError, match="says where they meet"):
         detect(config(), {"PET_NNODES": "2"})
+    for wrong in ("two", "3:2", "1:", "-1"):
+        with pytest.raises(ConfigError, match=f"^PET_NNODES: '{wrong}' is no number of machines, nor a range such as 1:4"):
+            detect(config(), {"PET_NNODES": wrong})
+
+
+def test_a_range_of_machines_is_one_number_unless_the_world_size_comes_from_who_is_there() -> None:
+    named = {"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "job-0:29500", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "8"}
+    auto = config(dist__world_size="auto", dist__batch_size_per_gpu=None, dist__global_batch=96)
+    found = [detect(auto, named), detect(auto, named | {"PET_NNODES": "2"}), detect(config(), named | {"PET_NPROC_PER_NODE": ""})]
+    assert [(one.least, one.nodes) for one in found if one is not None] == [(1, 4), (2, 2), (4, 4)]
 
 
 # As `srun --nodes=2 --ntasks-per-node=1 env` prints them on the second machine, within a batch job of four.

@@ -27,7 +27,7 @@ def test_of_workers_that_share_a_gpu_one_takes_part_and_the_other_says_why_not()
 
     def come(worker: str, *gpus: str) -> None:
         store.append("job/replies", Reply(worker=worker, host=f"host-{worker}", leader="", refusal=None, gpus=list(gpus)).model_dump())
-        store.put(f"job/heartbeats/{worker}", time.time())
+        store.put(f"heartbeats/{worker}", time.time())
 
     def admitted() -> list[str]:
         members._review()

@@ -1,10 +1,11 @@
 """Control groups of both versions, as hosts and containers show them."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from pipeline.hardware.cgroup import memory_limit, oom_kills
+from pipeline.hardware.cgroup import memory_limit, oom_kills, usable_cpus
 
 
 @pytest.mark.parametrize(
@@ -43,3 +44,23 @@ def test_kills_are_counted_in_the_own_group_and_else_on_the_machine(tmp_path: Pa
     (tmp_path / "vmstat").unlink()
     path.unlink()
     assert oom_kills(*where) == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "files"),
+    [
+        ("0::/a/b", {"a/cpu.max": "{} 100000"}),
+        ("4:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "{}", "cpu/a/cpu.cfs_period_us": "100000"}),
+    ],
+)
+def test_as_many_cpus_count_as_a_control_group_has_time_for(tmp_path: Path, own: str, files: dict[str, str]) -> None:
+    bound = len(os.sched_getaffinity(0))
+    (tmp_path / "own").write_text(f"{own}\n")
+    assert usable_cpus(tmp_path, tmp_path / "own") == bound
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    # One and a half are one, less than one is one, and more than there are count for nothing.
+    for quota, cpus in (("150000", 1), ("20000", 1), ("100000000", bound), ("-1", bound), ("max", bound)):
+        for name, content in files.items():
+            (tmp_path / name).write_text(content.format(quota) + "\n")
+        assert usable_cpus(tmp_path, tmp_path / "own") == cpus

@@ -2,9 +2,10 @@
 
 import pytest
 
-from pipeline.config import Config, Dist, MachineError
+from pipeline.config import Config, ConfigError, Dist, MachineError
+from pipeline.hardware import placement
 from pipeline.hardware.machine import Machine
-from pipeline.hardware.placement import a_gpu_each, fewer_ranks, resolve
+from pipeline.hardware.placement import a_gpu_each, as_many_ranks, fewer_ranks, resolve
 from tests.kit.experiment import settings
 
 NO_GPU = Machine([], 0, "a cpu", True)
@@ -92,3 +93,57 @@ def test_copies_of_a_model_keep_their_number_of_ranks_where_there_is_room(
     assert fewer_ranks(dist, most) == {"world_size": expected[0], "replicas": expected[1]}
     each = Dist(strategy="pipeline", world_size=4, replicas=2, batch_size_per_gpu=64, lanes=4)
     assert fewer_ranks(each, 3) == {"world_size": 2, "replicas": 1, "batch_size_per_gpu": 128}
+
+
+AUTO = {"dist__world_size": "auto", "dist__batch_size_per_gpu": None, "dist__global_batch": 96}
+
+
+@pytest.mark.parametrize(
+    ("machine", "nodes", "asked", "size"),
+    [
+        (TWO_GPUS, 1, "", 2),
+        (TWO_GPUS, 2, "", 4),
+        # As torchrun's word for it, and as an engine's number.
+        (TWO_GPUS, 1, "auto", 2),
+        (TWO_GPUS, 2, "1", 2),
+        (ONE_GPU, 3, "", 3),
+        (NO_GPU, 1, "", 3),
+        # No more ranks than lanes, as many on every machine.
+        (NO_GPU, 1, "8", 4),
+        (NO_GPU, 3, "8", 3),
+    ],
+)
+def test_the_world_size_comes_from_who_is_there_and_the_experiment_stays(
+    machine: Machine, nodes: int, asked: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "usable_cpus", lambda: 3)
+    auto = config(**AUTO, dist__nodes=nodes)
+    sized = as_many_ranks(auto, machine, asked)
+    assert (sized.dist.world_size, sized.dist.nodes, sized.dist.auto) == (size, nodes, False)
+    # What ranks, MLflow and other machines get of it is an experiment like any other.
+    again = Config.model_validate(sized.model_dump())
+    assert again == sized
+    assert again.identity("", "", "") == auto.identity("", "", "") == config().identity("", "", "")
+    assert as_many_ranks(sized, TWO_GPUS, "4") is sized
+
+
+def test_sizes_that_a_strategy_cannot_take_are_left_out() -> None:
+    fsdp = as_many_ranks(config(**AUTO, dist__strategy="fsdp", dist__lanes=4), Machine(["H200"] * 3, 90, "a cpu", True, 13000))
+    assert fsdp.dist.world_size == 2
+    assert as_many_ranks(config(**AUTO, dist__strategy="dataparallel"), TWO_GPUS).dist.world_size == 1
+    with pytest.raises(ConfigError, match=r"dist\.lanes: 4 are fewer than 5 machines"):
+        as_many_ranks(config(**AUTO).model_copy(update={"dist": config(**AUTO).dist.model_copy(update={"nodes": 5})}), NO_GPU)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dist__batch_size_per_gpu": 48, "dist__global_batch": None},
+        {"dist__reduction": "native", "dist__lanes": None},
+        {"dist__strategy": "fsdp", "dist__replicas": 2},
+        {"dist__lanes_per_rank": [4]},
+    ],
+)
+def test_a_size_of_its_own_needs_a_batch_that_it_does_not_change(changes) -> None:
+    with pytest.raises(ValueError, match="world_size: auto needs global_batch, ordered, replicas: 1, and null as batch_size_per_gpu"):
+        config(**AUTO | changes)
