@@ -21,7 +21,7 @@ def sizes(experiment: Experiment) -> list[str]:
     return [tags["lockstep.world_size"] for tags in started]
 
 
-@pytest.mark.fault(7, "a lost machine of three, in a job for one to three")
+@pytest.mark.fault(36, "a lost machine of three, in a job for one to three")
 def test_a_lost_machine_costs_a_restart_with_fewer_and_no_bit(tmp_path: Path, record_property) -> None:
     job = Job(tmp_path, **AUTO)
     workers = [job.join(), job.join()]
