@@ -52,10 +52,10 @@ def detect(config: Config, variables: Mapping[str, str]) -> ClusterEnvironment |
     engine = next((one for one in ENGINES if variables.get(one.nodes)), None)
     named = _named_by(engine, variables) | {name: value for name, value in variables.items() if name.startswith("PET_") and value}
     least, nodes = machines("PET_NNODES", named.get("PET_NNODES", "1"))
-    if nodes <= 1:
-        return None
     if engine is not None:
         _check(engine, nodes, variables)
+    if nodes <= 1:
+        return None
     ranks, size = named.get("PET_NPROC_PER_NODE", ""), config.dist.world_size
     if ranks.isdigit() and int(ranks) * nodes != size and not config.dist.auto:
         raise ConfigError(f"dist.world_size: {size}, but PET_* give {nodes} machines of {ranks}; set world_size: {nodes * int(ranks)}")
@@ -101,7 +101,7 @@ def _check(engine: Engine, nodes: int, variables: Mapping[str, str]) -> None:
         why = f"PET_NODE_RANK: {asked} on machine {rank} of {nodes}, as {engine.rank} says"
         raise ConfigError(f"{why}: it was expanded too early; leave it out, or set it where every machine's own shell reads it")
     if engine.name == "Slurm" and variables.get("SLURM_STEP_NUM_TASKS", str(nodes)) != str(nodes):
-        tasks = f"{variables['SLURM_STEP_NUM_TASKS']} tasks on {nodes} machines"
+        tasks = f"{variables['SLURM_STEP_NUM_TASKS']} tasks on {nodes} machine{'s' * (nodes > 1)}"
         raise ConfigError(f"SLURM_STEP_NUM_TASKS: {tasks}; one a machine starts all its ranks: srun --ntasks-per-node=1")
 
 

@@ -1,5 +1,6 @@
 """The doctor command: checks this machine for what would make a run fail, and prints a fix for each problem, in under five seconds."""
 
+import os
 import socket
 import sys
 import time
@@ -8,47 +9,24 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.config import Config, MachineError
-from pipeline.doctor import folders, hardware, mlflow, network, programs
+from pipeline.doctor import engine, folders, hardware, mlflow, network, programs
 from pipeline.doctor.finding import Finding, in_background
 from pipeline.files import Paths
 from pipeline.hardware.cgroup import memory_limit
 from pipeline.hardware.machine import detect
 from pipeline.hardware.network import PORT, split
-from pipeline.hardware.placement import a_gpu_each
+from pipeline.hardware.placement import a_gpu_each, as_many_ranks
 from pipeline.tracking.mirror_process import tracking_uri
 
 LIMIT_SECONDS = 3.5
+Checks = dict[str, Callable[[], list[Finding]]]
 # Why a check may not answer in time although nothing is broken.
 SLOW = {"GPUs": "see that nvidia-smi answers; a driver that takes seconds to load is kept loaded by nvidia-smi -pm 1"}
 
 
 def run(config: Config, paths: Paths, leader: str | None = None, port: int | None = None) -> int:
     """Run all checks at once and print what each of them found; returns 4 if anything is wrong."""
-    number, machine = port or PORT, in_background(detect)
-
-    def memory() -> list[Finding]:
-        ranks, device = config, "cpu"
-        # Where the driver does not work or answer, the check of GPUs says so.
-        with suppress(MachineError, TimeoutError):
-            here = machine.result(LIMIT_SECONDS / 2)
-            ranks, device = a_gpu_each(config, here), "cuda" if here.gpus else "cpu"
-        return hardware.memory(ranks.dist, memory_limit(), device)
-
-    checks: dict[str, Callable[[], list[Finding]]] = {
-        "GPUs": lambda: hardware.ranks(config, machine.result()),
-        "memory": memory,
-        "/dev/shm": lambda: [hardware.shared_memory(Path("/dev/shm"))],
-        "disk": lambda: [folders.disk(paths.runs)],
-        "folders": lambda: folders.permissions(paths),
-        "git": lambda: programs.git(paths.root),
-        "Docker Compose": lambda: [programs.compose()],
-        "this machine's name": lambda: [network.own_name(socket.gethostname())],
-        f"port {number}": lambda: [network.port(number)],
-        "MLflow": lambda: [mlflow.store(tracking_uri(paths))],
-    }
-    if leader is not None:
-        address = split(leader)
-        checks["leader"] = lambda: [network.leader(*address)]
+    checks = checks_of(config, paths, leader, port or PORT)
     deadline = time.monotonic() + LIMIT_SECONDS
     wrong = False
     for name, result in [(name, in_background(check)) for name, check in checks.items()]:
@@ -62,3 +40,36 @@ def run(config: Config, paths: Paths, leader: str | None = None, port: int | Non
             sys.stdout.write(f"{finding}\n")
             wrong |= finding.kind == "wrong"
     return MachineError.exit_code if wrong else 0
+
+
+def checks_of(config: Config, paths: Paths, leader: str | None, number: int) -> Checks:
+    """Every check, by the name that it has where it does not answer."""
+    machine, per_node = in_background(detect), os.environ.get("PET_NPROC_PER_NODE", "")
+
+    def memory() -> list[Finding]:
+        ranks, device = config, "cpu"
+        # Where the driver does not work or answer, the check of GPUs says so.
+        with suppress(MachineError, TimeoutError):
+            here = machine.result(LIMIT_SECONDS / 2)
+            ranks, device = a_gpu_each(as_many_ranks(config, here, per_node), here), "cuda" if here.gpus else "cpu"
+        return hardware.memory(ranks.dist, memory_limit(), device)
+
+    checks: Checks = {
+        "engine": lambda: engine.place(config, os.environ),
+        "GPUs": lambda: hardware.ranks(as_many_ranks(config, machine.result(), per_node), machine.result()),
+        "GPUs of tasks": lambda: engine.bound_gpus(config.dist.world_size // config.dist.nodes, machine.result(), os.environ),
+        "memory": memory,
+        "/dev/shm": lambda: [hardware.shared_memory(Path("/dev/shm"))],
+        "disk": lambda: [folders.disk(paths.runs)],
+        "file system": lambda: folders.file_system(paths.runs),
+        "folders": lambda: folders.permissions(paths),
+        "git": lambda: programs.git(paths.root),
+        "Docker Compose": lambda: [programs.compose()],
+        "this machine's name": lambda: [network.own_name(socket.gethostname())],
+        f"port {number}": lambda: [network.port(number)],
+        "MLflow": lambda: [mlflow.store(tracking_uri(paths))],
+    }
+    if leader is not None:
+        address = split(leader)
+        checks["leader"] = lambda: [network.leader(*address)]
+    return checks

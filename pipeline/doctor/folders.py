@@ -1,14 +1,16 @@
-"""Checks of the disk: room for checkpoints, and folders that this user can write."""
+"""Checks of the disk: room for checkpoints, what its file system can do, and folders that this user can write."""
 
 import contextlib
+import fcntl
 import os
 import shlex
 import shutil
+import tempfile
 from itertools import islice
 from pathlib import Path
 
 from pipeline.doctor.finding import Finding
-from pipeline.files import Paths
+from pipeline.files import Paths, fsync_path
 
 GIB = 1 << 30
 FREE_BYTES = 2 * GIB
@@ -23,6 +25,36 @@ def disk(runs: Path, needed_bytes: int = FREE_BYTES) -> Finding:
         return Finding("ok", text)
     fix = f"list what takes the room with du -sh {shlex.quote(str(existing))}/* | sort -h"
     return Finding("wrong", f"{text}, and a training needs {needed_bytes / GIB:.1f}", fix)
+
+
+def file_system(runs: Path) -> list[Finding]:
+    """Whether files can be replaced at once, locked and synced where runs are: a bucket that is mounted as a folder can do little of it."""
+    existing = next(path for path in (runs, *runs.parents) if path.is_dir())
+    if not os.access(existing, os.W_OK):
+        # The check of folders says so.
+        return []
+    doing = "make a folder"
+    try:
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".doctor-") as folder:
+            before, after = Path(folder) / "before", Path(folder) / "after"
+            after.write_bytes(b"old")
+            doing = "lock a file"
+            with before.open("wb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.write(b"new")
+                file.flush()
+                doing = "sync a file"
+                os.fsync(file.fileno())
+            doing = "replace a file"
+            os.replace(before, after)
+            if after.read_bytes() != b"new" or before.exists():
+                raise OSError("the old file is still there")
+            doing = "sync a folder"
+            fsync_path(Path(folder))
+    except OSError as error:
+        fix = "put the experiment on a disk or NFS, and a copy of its runs in the bucket: LOCKSTEP_COPY=s3://BUCKET"
+        return [Finding("wrong", f"{existing}: its file system cannot {doing} ({error.strerror or error}), as checkpoints need", fix)]
+    return [Finding("ok", f"{existing}: files can be locked, replaced at once and synced")]
 
 
 def permissions(paths: Paths) -> list[Finding]:
