@@ -5,8 +5,11 @@
 #SBATCH --requeue --open-mode=append
 # One training on the machines of a Slurm job, from the folder of params.yaml: sbatch deploy/slurm.sh [lead's arguments, or dvc repro]
 # Options go before the name and replace those above: sbatch --nodes=4 --gpus-per-node=8 --time=4:00:00 deploy/slurm.sh
+# As an array, every line of a file is an experiment: EXPERIMENTS=FILE sbatch --array=1-3 deploy/slurm.sh, with lines such as
+#   -S train.learning_rate=0.05
 #
 # --signal without B: reaches the tasks and not this shell: 180 s before the time limit they save and end with 75.
+# Exit codes (docs/exit-codes.md): 75 is requeued here; 2, 3 and 5 would fail again; 4 and 6 may pass on another node: --exclude=NODE.
 # Whoever cancels the job ends this shell as well, so it is not requeued.
 set -u
 if [[ -f .venv/bin/activate ]]; then
@@ -14,6 +17,14 @@ if [[ -f .venv/bin/activate ]]; then
   source .venv/bin/activate
 fi
 [[ $# -gt 0 ]] || set -- dvc repro
+if [[ -n ${SLURM_ARRAY_TASK_ID:-} && -n ${EXPERIMENTS:-} ]]; then
+  read -ra changes < <(sed -n "${SLURM_ARRAY_TASK_ID}p" "$EXPERIMENTS")
+  # DVC locks a whole checkout: each has its own, and they share its cache. MLFLOW_TRACKING_URI names one server for all.
+  tree=$PWD-$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID cache=$(dvc cache dir)
+  [[ -e $tree/.git ]] || git worktree add --quiet --detach "$tree" || exit 4
+  cd "$tree" && dvc cache dir --local "$cache" || exit 4
+  set -- dvc exp run "${changes[@]}"
+fi
 # The first machine, where this shell runs and the first task too; the tasks know the rest of their places from Slurm.
 PET_MASTER_ADDR=$(hostname)
 # srun no longer takes it from sbatch.

@@ -43,10 +43,11 @@ def run(config: Config, paths: Paths, words: list[str], workers: str | None, por
     if shutil.which(words[0]) is None:
         raise ConfigError(f"lead: no program {words[0]!r} is to be found; write for example: python -m pipeline lead dvc repro")
     least, most = _machines(config, given, workers)
-    number = port or (given.port if given else PORT)
-    # torchrun unpickles what it finds in the store: nobody else reaches it where nobody else is to come.
+    # torchrun unpickles what it finds in the store: nobody else reaches it where nobody else is to come, and any port will do.
     address = bind or ("127.0.0.1" if most == 1 else None)
+    number = port or (given.port if given else PORT if most > 1 or bind else 0)
     listening = listen(number, address)
+    number = listening.getsockname()[1]
     log.info("leading %s", _who_joins(least, most, "" if address == "127.0.0.1" else endpoint(bind or os.uname().nodename, number)))
     host = "127.0.0.1" if bind in (None, "0.0.0.0", "::") else bind
     command = Command(words, endpoint(host, number), config.dist.grace_seconds)
