@@ -19,6 +19,8 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 FINAL = (0, 2, 3, 5)
+# Ray hears of a process's end before that of its machine.
+SETTLE_SECONDS = 5
 LIBC = "libc.so.6"
 stops: list[int] = []
 
@@ -112,10 +114,10 @@ def main() -> int:
     ray.init(address="auto")
     # Not before: ray.init has a handler of its own, which ends the driver at once.
     signal.signal(signal.SIGTERM, lambda number, _: stops.append(number))
-    code: int | None = 6
+    code, settled_at = 6, 0.0
     for number in range(1, options.starts + 1):
-        while alive(options) < least and not stops:
-            time.sleep(1)
+        while (alive(options) < least or time.monotonic() < settled_at) and not stops:
+            time.sleep(0.5)
         if stops:
             return 75
         count = min(most, alive(options))
@@ -124,6 +126,7 @@ def main() -> int:
         print(f"start {number}: ended with {code}{', a machine was lost' if lost else ''}", flush=True)
         if stops or code in FINAL or not (lost or code == 6):
             break
+        settled_at = time.monotonic() + SETTLE_SECONDS
     return 6 if code is None else code if code >= 0 else 128 - code
 
 
