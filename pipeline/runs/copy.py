@@ -62,7 +62,9 @@ class Copy:
             logging.getLogger(name).setLevel(logging.WARNING)
         self._run, self._bucket, self._progress = run, bucket, progress
         self._prefix = f"{prefix}/{run.name}/" if prefix else f"{run.name}/"
-        limits = Config(connect_timeout=CONNECT_SECONDS, read_timeout=READ_SECONDS, retries={"total_max_attempts": 2})
+        # We check what we fetch ourselves, and other stores than Amazon's know no checksums behind a body.
+        sums: Any = {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
+        limits = Config(connect_timeout=CONNECT_SECONDS, read_timeout=READ_SECONDS, retries={"total_max_attempts": 2}, **sums)
         self._transfer = TransferConfig(max_concurrency=2)
         with one_line("cannot be used"):
             self._client: Any = boto3.client("s3", config=limits)

@@ -105,7 +105,9 @@ class Proxy:
         return bytes(body)
 
     def _passed_on(self, asked: BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes]:
-        headers = {name: value for name, value in asked.headers.items() if name.lower() not in ("host", "content-length")}
+        # urllib would call a body without a type a form.
+        headers = {"Content-Type": "application/octet-stream"}
+        headers |= {name: value for name, value in asked.headers.items() if name.lower() not in ("host", "content-length", "expect")}
         request = urllib.request.Request(f"{self.target}{asked.path}", data=body or None, headers=headers, method=asked.command)
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
