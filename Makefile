@@ -5,7 +5,7 @@ READY := .venv/.ready
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup repro test test-all test-systems test-fast lint lock audit golden pictures faults chaos mutate fuzz bench bench-gpu up ui
+.PHONY: help setup repro test test-all test-systems test-engines test-fast engines lint lock audit golden pictures faults chaos mutate fuzz bench bench-gpu up ui
 
 help: ## print this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,14 +34,29 @@ ALONE := -n logical --maxprocesses=4 --dist
 WAITING := -n $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 1)); echo $$((n < 4 ? n : 4))) --dist
 
 test: $(READY) ## set up, then the tests that need neither containers nor long campaigns
-	@$(PYTEST) $(PARALLEL) -m "$(FAST)" && $(PYTEST) $(WAITING) loadfile -m "slow and not (fault or chaos or docker or gpu or system)"
+	@$(PYTEST) $(PARALLEL) -m "$(FAST)" && $(PYTEST) $(WAITING) loadfile -m "slow and not (fault or chaos or docker or gpu or system or engine)"
 
 test-all: test ## the same, then faults, containers and chaos
-	@$(PYTEST) $(ALONE) worksteal -m "(docker or slow and (fault or chaos)) and not (gpu or system)" && $(PYTEST) -m gpu tests/ranks
+	@$(PYTEST) $(ALONE) worksteal -m "(docker or slow and (fault or chaos)) and not (gpu or system or engine)" && $(PYTEST) -m gpu tests/ranks
 
 test-systems: $(READY) ## another Debian, with another Python; an image built without a cache
 	@LOCKSTEP_NO_SKIPS=1 $(PYTEST) -m system
 	@sha256sum requirements.lock requirements-dev.lock Dockerfile tests/containers/test_other_system.py > .ci/systems.sha256
+
+# Each engine has packages that would not go together with ours, nor with each other's.
+ENGINES := .venv-ray/.ready .venv-skypilot/.ready .venv-dstack/.ready
+.venv-ray/.ready: NAMES := ray[default]==2.60.0
+.venv-skypilot/.ready: NAMES := skypilot==0.14.1
+.venv-dstack/.ready: NAMES := dstack==0.22.5
+
+$(ENGINES): %/.ready: | $(READY)
+	@echo "installing $(NAMES) into $*"
+	@$(BIN)/python -m venv $* && $*/bin/pip install --quiet --disable-pip-version-check "$(NAMES)" && touch $@
+
+engines: $(ENGINES) ## install Ray, SkyPilot and dstack, each into an environment of its own; 1 GB
+
+test-engines: engines ## trainings on a real Ray; files and graces of SkyPilot and dstack
+	@$(PYTEST) -m engine
 
 test-fast: $(READY) ## the fast tests
 	@$(PYTEST) $(PARALLEL) -m "$(FAST)"
