@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import ConfigError, MachineError
-from pipeline.files import atomic_folder, atomic_write, make_folder
+from pipeline.files import atomic_folder, atomic_write, checksummed_json, make_folder
 from pipeline.runs import checkpoints
 from pipeline.runs.identity import IDENTITY
 from pipeline.tracking.journal import last
@@ -69,38 +69,37 @@ class Copy:
         with one_line("cannot be used"):
             self._client: Any = boto3.client("s3", config=limits)
         self._sent: dict[str, list[Any]] | None = None
+        self._index: dict[str, Any] | None = None
 
-    def files(self) -> dict[str, list[Any]] | None:
-        """Return SHA-256 and length of every file that belongs to the copy now, by its name; None while there is nothing to go on from."""
-        index = checkpoints.read_index(self._run / "checkpoints")
-        if index is None:
-            return None
-        found = {f"checkpoints/{one['file']}": one["sha256"] for one in checkpoints.listed(index)}
-        rest = [*NAMES, *(f"plots/{path.name}" for path in (self._run / "plots").glob("*.*"))]
-        found |= {name: checkpoints.sha256_of_file(self._run / name) for name in rest if (self._run / name).is_file()}
-        return {name: [sha256, (self._run / name).stat().st_size] for name, sha256 in found.items()}
-
-    def send(self) -> None:
-        """Make the copy what the run is now; raises MachineError if storage does not take it."""
+    def send(self, ending: bool = False) -> None:
+        """Make the copy what the run is now, if it has a new checkpoint or ends; raises MachineError if storage does not take it."""
         with one_line("does not take the copy"):
             if self._sent is None:
                 self._sent = self._known()
-            files = self.files()
-            if files is None:
+            index = checkpoints.read_index(self._run / "checkpoints")
+            if index is None or (index == self._index and not ending):
                 return
-            # After the index, which must not name what the journal has not.
-            index, journal = (self._run / "checkpoints" / checkpoints.INDEX).read_bytes(), self._whole_lines()
+            files = self._files(index)
             for name, (sha256, _) in files.items():
                 if not any(sha256 == sent for sent, _ in self._sent.values()):
                     path = str(self._run / name)
                     self._client.upload_file(path, self._bucket, self._object(sha256), Callback=self._progress, Config=self._transfer)
-            for name, content in ((f"checkpoints/{checkpoints.INDEX}", index), (JOURNAL, journal)):
+            # The journal after the index, which must not name what the journal has not.
+            for name, content in ((f"checkpoints/{checkpoints.INDEX}", checksummed_json(index)), (JOURNAL, self._whole_lines())):
                 files[name] = [hashlib.sha256(content).hexdigest(), len(content)]
                 if files[name] != self._sent.get(name):
                     self._client.put_object(Bucket=self._bucket, Key=self._object(files[name][0]), Body=content)
                     self._progress(len(content))
             if files != self._sent:
                 self._replace_list(files)
+            self._index = index
+
+    def _files(self, index: dict[str, Any]) -> dict[str, list[Any]]:
+        """Return SHA-256 and length of every file that belongs to the copy now, by its name."""
+        found = {f"checkpoints/{one['file']}": one["sha256"] for one in checkpoints.listed(index)}
+        rest = [*NAMES, *(f"plots/{path.name}" for path in (self._run / "plots").glob("*.*"))]
+        found |= {name: checkpoints.sha256_of_file(self._run / name) for name in rest if (self._run / name).is_file()}
+        return {name: [sha256, (self._run / name).stat().st_size] for name, sha256 in found.items()}
 
     def _replace_list(self, files: dict[str, list[Any]]) -> None:
         step = max((checkpoints.step_of(Path(name)) for name in files if name.startswith("checkpoints/step-")), default=0)

@@ -83,7 +83,7 @@ def follow(run: Path, closed: Event) -> bool:
         ending = closed.is_set()
         try:
             target = target or copy.Copy(run, *where, progress=report)
-            target.send()
+            target.send(ending)
             copy.write_state(run, None)
             if ending:
                 return True

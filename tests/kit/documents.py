@@ -76,6 +76,8 @@ ELSEWHERE = {
     "make mutate MODULE=config": "nobody: minutes; the mutants have tests in tests/unit/test_mutants.py",
     "make fuzz": "nobody: its examples are new each time",
     "make setup PYTHON=python3.12": "nobody: it needs another Python; tests/containers/test_other_system.py takes Python 3.13",
+    "make engines": "`make test-engines`",
+    "make test-engines": ".ci/run",
     "dvc pull": "tests/commands/test_object_storage.py",
     "dvc remote modify bucket endpointurl URL": "tests/commands/test_object_storage.py",
     "docker compose start worker": "tests/containers/test_compose.py",
