@@ -34,10 +34,10 @@ ALONE := -n logical --maxprocesses=4 --dist
 WAITING := -n $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 1)); echo $$((n < 4 ? n : 4))) --dist
 
 test: $(READY) ## set up, then the tests that need neither containers nor long campaigns
-	@$(PYTEST) $(PARALLEL) -m "$(FAST)" && $(PYTEST) $(WAITING) loadfile -m "slow and not (fault or chaos or docker or gpu or system or engine)"
+	@$(PYTEST) $(PARALLEL) -m "$(FAST)" && $(PYTEST) $(WAITING) loadfile -m "slow and not (fault or chaos or docker or gpu or system or engine or slurm)"
 
 test-all: test ## the same, then faults, containers and chaos
-	@$(PYTEST) $(ALONE) worksteal -m "(docker or slow and (fault or chaos)) and not (gpu or system or engine)" && $(PYTEST) -m gpu tests/ranks
+	@$(PYTEST) $(ALONE) worksteal -m "(docker or slow and (fault or chaos)) and not (gpu or system or engine or slurm)" && $(PYTEST) -m gpu tests/ranks
 
 test-systems: $(READY) ## another Debian, with another Python; an image built without a cache
 	@LOCKSTEP_NO_SKIPS=1 $(PYTEST) -m system
@@ -55,8 +55,10 @@ $(ENGINES): %/.ready: | $(READY)
 
 engines: $(ENGINES) ## install Ray, SkyPilot and dstack, each into an environment of its own; 1 GB
 
-test-engines: engines ## trainings on a real Ray; files and graces of SkyPilot and dstack
-	@$(PYTEST) -m engine
+test-engines: engines ## trainings on a real Ray, and on Slurm where there is one; files and graces of SkyPilot and dstack
+	@$(PYTEST) -m "engine or slurm"
+	@sha256sum requirements.lock pipeline/lead.py pipeline/join.py \
+	$$(git ls-files 'deploy/*.py' 'deploy/*.y*ml' deploy/slurm.sh pipeline/cluster tests/engines tests/faults/test_slurm_*) > .ci/engines.sha256
 
 test-fast: $(READY) ## the fast tests
 	@$(PYTEST) $(PARALLEL) -m "$(FAST)"

@@ -1,4 +1,4 @@
-"""What a deaf MLflow costs a step and an exit, and a killed rank until the next step: `bench/run.py tracking restart`."""
+"""What a deaf MLflow and a copy in object storage cost a step and an exit, and a killed rank until the next step: `bench/run.py`."""
 
 import os
 import signal
@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import time
+import urllib.request
 from itertools import pairwise
 from pathlib import Path
 
@@ -97,6 +98,42 @@ def deaf(folder: Path, pairs: int) -> tuple[dict[str, list[list[float]]], list[f
             found[name].append(training.gaps(per_epoch=54000 // 256))
     hole.close()
     return found, late
+
+
+def copied(folder: Path, pairs: int) -> dict[str, list[list[float]]]:
+    """The seconds between steps without a copy, with one, and with a store that stops answering after the start, in turn."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)]
+    keys = {"AWS_ACCESS_KEY_ID": "name", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+    store = subprocess.Popen(server, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    training, order = Training(folder, epochs=4), ["none", "taking", "black-holed"]
+    found: dict[str, list[list[float]]] = {name: [] for name in order}
+    for index in range(pairs):
+        # Another prefix each time: what is there would be fetched.
+        for name in order if index % 2 else order[::-1]:
+            where = {"LOCKSTEP_COPY": f"s3://bench/{index}-{name}", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+            while index == 0 and store.poll() is None and not made(port):
+                time.sleep(0.2)
+            process = training.start(**(keys | where if name != "none" else {}))
+            if name == "black-holed":
+                wait_for(training, 20)
+                store.send_signal(signal.SIGSTOP)
+            assert process.wait() == 0
+            store.send_signal(signal.SIGCONT)
+            found[name].append(training.gaps(per_epoch=54000 // 256))
+    store.kill()
+    store.wait()
+    return found
+
+
+def made(port: int) -> bool:
+    """Make the bucket; returns False while the server does not answer."""
+    bucket = urllib.request.Request(f"http://127.0.0.1:{port}/bench", method="PUT")
+    try:
+        return urllib.request.urlopen(bucket, timeout=5).status == 200
+    except OSError:
+        return False
 
 
 def restart(folder: Path, count: int) -> dict[str, list[float]]:

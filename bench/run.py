@@ -30,7 +30,7 @@ from pipeline.tracking.journal import read  # noqa: E402
 
 def main() -> None:
     parts = {"lenet": lenet, "resnet18": resnet18, "strategies": strategies, "product": product}
-    parts |= {"start": start, "tracking": tracking, "restart": restart}
+    parts |= {"start": start, "tracking": tracking, "storage": storage, "restart": restart}
     parser = argparse.ArgumentParser(description="What a step, a training, a start and a no-op cost, and against whom.")
     parser.add_argument("parts", nargs="*", metavar="PART", choices=parts, help=f"of {', '.join(parts)}; all if none is named")
     parser.add_argument("--pairs", type=int, default=7, help="how often each is measured, in turn with what it is compared with")
@@ -158,6 +158,18 @@ def tracking(wanted: argparse.Namespace) -> None:
     show("black-holed / none", [recovery.p99(one) / recovery.p99(other) for one, other in zip(*found.values(), strict=True)])
     show("of all their steps", [recovery.p99([*chain(*found["black-holed"])]) / recovery.p99([*chain(*found["none"])])])
     show("how late the exit is", late, " s")
+
+
+def storage(wanted: argparse.Namespace) -> None:
+    """A copy in object storage that takes it, or answers no more after the start, against no copy, in turn."""
+    with tempfile.TemporaryDirectory() as scratch:
+        found = recovery.copied(Path(scratch) / "copied", wanted.pairs)
+    print("lenet, world 2, 128 images a rank, 2 lanes, 840 steps, five checkpoints, p99 of a step:")
+    for name, runs in found.items():
+        show(f"object storage {name}", [1000 * recovery.p99(gaps) for gaps in runs], " ms")
+    for name in ("taking", "black-holed"):
+        show(f"{name} / none", [recovery.p99(one) / recovery.p99(other) for one, other in zip(found[name], found["none"], strict=True)])
+        show("of all their steps", [recovery.p99([*chain(*found[name])]) / recovery.p99([*chain(*found["none"])])])
 
 
 def restart(wanted: argparse.Namespace) -> None:

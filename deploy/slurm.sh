@@ -7,6 +7,7 @@
 # Options go before the name and replace those above: sbatch --nodes=4 --gpus-per-node=8 --time=4:00:00 deploy/slurm.sh
 # As an array, every line of a file is an experiment: EXPERIMENTS=FILE sbatch --array=1-3 deploy/slurm.sh, with lines such as
 #   -S train.learning_rate=0.05
+# MLFLOW_TRACKING_URI names one server for all of them.
 #
 # --signal without B: reaches the tasks and not this shell: 180 s before the time limit they save and end with 75.
 # Exit codes (docs/exit-codes.md): 75 is requeued here; 2, 3 and 5 would fail again; 4 and 6 may pass on another node: --exclude=NODE.
@@ -19,9 +20,9 @@ fi
 [[ $# -gt 0 ]] || set -- dvc repro
 if [[ -n ${SLURM_ARRAY_TASK_ID:-} && -n ${EXPERIMENTS:-} ]]; then
   read -ra changes < <(sed -n "${SLURM_ARRAY_TASK_ID}p" "$EXPERIMENTS")
-  # DVC locks a whole checkout: each has its own, and they share its cache. MLFLOW_TRACKING_URI names one server for all.
+  # DVC locks a whole checkout, and git's objects: each has a clone of the last commit, and they share DVC's cache.
   tree=$PWD-$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID cache=$(dvc cache dir)
-  [[ -e $tree/.git ]] || git worktree add --quiet --detach "$tree" || exit 4
+  [[ -e $tree/.git ]] || git clone --quiet --shared . "$tree" || exit 4
   cd "$tree" && dvc cache dir --local "$cache" || exit 4
   set -- dvc exp run "${changes[@]}"
 fi
@@ -32,6 +33,10 @@ export PET_MASTER_ADDR SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 # 75 is no reason to kill those that still save.
 srun --kill-on-bad-exit=0 --wait=0 python -m pipeline lead "$@"
 code=$?
+if [[ $code == 0 && -n ${tree:-} ]]; then
+  # For `dvc exp show` where the job was submitted.
+  dvc exp push --quiet --no-cache --all-commits origin
+fi
 # Stopped and saved: again, on whatever machines there are then. A site with RequeueExit=75 does so by itself.
 if [[ $code == 75 && ${SLURM_RESTART_COUNT:-0} -lt ${MAX_REQUEUES:-100} ]]; then
   scontrol requeue "$SLURM_JOB_ID"

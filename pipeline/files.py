@@ -119,9 +119,14 @@ def _is_same_file(file: FileIO, path: Path) -> bool:
         return False
 
 
-def write_checksummed_json(path: Path, values: dict[str, Any]) -> None:
+def checksummed_json(values: dict[str, Any]) -> bytes:
     """JSON that carries its own digest."""
-    atomic_write(path, (json.dumps(values | {"digest": _checksum(values)}, indent=2) + "\n").encode())
+    return (json.dumps(values | {"digest": _checksum(values)}, indent=2) + "\n").encode()
+
+
+def write_checksummed_json(path: Path, values: dict[str, Any]) -> None:
+    """Write JSON that carries its own digest."""
+    atomic_write(path, checksummed_json(values))
 
 
 def read_checksummed_json(path: Path) -> dict[str, Any] | None:

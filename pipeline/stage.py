@@ -22,6 +22,7 @@ from pipeline.launch.node import Membership, Node
 from pipeline.launch.restarts import RestartPolicy
 from pipeline.process_tree import STORE, dvc_above
 from pipeline.runs import checkpoints, status
+from pipeline.runs.copy_process import CopyProcess
 from pipeline.runs.status import StopRequested
 from pipeline.stop_signals import StopRequest, handled_by
 from pipeline.timeouts import RETURN_SECONDS
@@ -123,6 +124,7 @@ class RankStage:
         job, run, (progress, stop) = self._job, self._job.run, around
         step = journals.reached(job.journal, self._stage == "evaluate")
         mirror = MirrorProcess(run, self._paths) if self._tracked else None
+        copier = CopyProcess(run, self._tracked)
         status.running(run, step, self.command, self._stage)
         started_at = time.monotonic()
         try:
@@ -147,10 +149,12 @@ class RankStage:
         replace(end, stage=self._stage).write(run)
         # Workers do not wait for what MLflow has yet to take.
         members.end_job(end.exit_code or 0)
+        copier.close()
         if message:
             progress.say(message)
         if mirror:
             self._finish_mirror(mirror, progress.say, stop, end.outcome == "stopped")
+        copier.finish(stop.hurried, progress.say, end.outcome == "stopped")
         assert end.exit_code is not None
         return end.exit_code
 

@@ -18,6 +18,7 @@ from pipeline.job import Job
 from pipeline.plan import Plan, plan
 from pipeline.report import plots
 from pipeline.runs import checkpoints, status
+from pipeline.runs.copy import configured, fetch
 from pipeline.runs.identity import versions, write_identity
 from pipeline.runs.lock import run_lock
 from pipeline.runs.resume import import_run
@@ -38,9 +39,12 @@ log = logging.getLogger(__name__)
 def run(config: Config, paths: Paths, resume: Path | None = None, stop_after_epochs: int | None = None, command: str | None = None) -> int:
     """Train, or publish what was trained before; returns the exit code. `command` is what goes on, if it is not `train`."""
     server_and_credentials(paths)
+    configured()
     planned = plan(config, paths, stop_after_epochs)
     job, name = planned.job, planned.job.run.name
     with run_lock(job.run / "lock", lock_seconds(config.dist.grace_seconds)) as lock, errors_in_status(job, "train", paths):
+        if fetched := fetch(job.run):
+            log.info("%s", fetched)
         check_journal(job.journal, name)
         if planned.done:
             publish_again(job, paths)

@@ -6,10 +6,12 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.config import Config, MachineError
-from pipeline.doctor import engine, folders, hardware, mlflow, network, programs
+from pipeline.doctor import folders, hardware, mlflow, network, programs
 from pipeline.doctor.finding import Finding, in_background
 from pipeline.files import Paths
 from pipeline.hardware.cgroup import memory_limit
@@ -55,9 +57,7 @@ def checks_of(config: Config, paths: Paths, leader: str | None, number: int) -> 
         return hardware.memory(ranks.dist, memory_limit(), device)
 
     checks: Checks = {
-        "engine": lambda: engine.place(config, os.environ),
         "GPUs": lambda: hardware.ranks(as_many_ranks(config, machine.result(), per_node), machine.result()),
-        "GPUs of tasks": lambda: engine.bound_gpus(config.dist.world_size // config.dist.nodes, machine.result(), os.environ),
         "memory": memory,
         "/dev/shm": lambda: [hardware.shared_memory(Path("/dev/shm"))],
         "disk": lambda: [folders.disk(paths.runs)],
@@ -69,6 +69,11 @@ def checks_of(config: Config, paths: Paths, leader: str | None, number: int) -> 
         f"port {number}": lambda: [network.port(number)],
         "MLflow": lambda: [mlflow.store(tracking_uri(paths))],
     }
+    # A copy of the package for one machine is without it.
+    if find_spec("pipeline.cluster") is not None:
+        engine = import_module("pipeline.doctor.engine")
+        checks["engine"] = lambda: engine.place(config, os.environ)
+        checks["GPUs of tasks"] = lambda: engine.bound_gpus(config.dist.world_size // config.dist.nodes, machine.result(), os.environ)
     if leader is not None:
         address = split(leader)
         checks["leader"] = lambda: [network.leader(*address)]

@@ -111,7 +111,7 @@ TYPOS = {
 
 @pytest.mark.parametrize("kind", CHECKED)
 def test_every_key_is_one_of_its_kind_and_a_typo_is_refused(kind: str) -> None:
-    """By the schemas of the CRDs, made strict. They check neither CEL rules, webhooks and controllers, nor labels and other free metadata."""
+    """By the schemas of the CRDs, made strict. They check neither CEL rules, webhooks nor controllers, nor labels and other metadata."""
     jsonschema.validate(CHECKED[kind], schema(kind))
     right, wrong = TYPOS[kind]
     spelled = json.loads(json.dumps(CHECKED[kind]).replace(f'"{right}"', f'"{wrong}"'))

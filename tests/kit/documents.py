@@ -31,6 +31,27 @@ INSTEAD = {
         "tests/commands/test_sweep.py sweeps",
     ),
     "sbatch --nodes=2 deploy/slurm.sh": ("bash -n deploy/slurm.sh", "needs Slurm; tests/faults/test_slurm_jobs.py submits it"),
+    "EXPERIMENTS=experiments/lines sbatch --array=1-3 --nodes=1 deploy/slurm.sh": (
+        "bash -n deploy/slurm.sh",
+        "needs Slurm; tests/faults/test_slurm_sites.py submits it",
+    ),
+    **dict.fromkeys(
+        (
+            "kubectl create configmap lockstep-params --from-file=params.yaml",
+            "kubectl apply -f deploy/kubernetes/storage.yaml -f deploy/kubernetes/trainjob.yaml",
+            "kubectl apply -f deploy/kubernetes/storage.yaml -f deploy/kubernetes/jobset.yaml",
+        ),
+        ("ls deploy/kubernetes/storage.yaml params.yaml", "needs Kubernetes; tests/containers/test_kubernetes.py runs the files' pods"),
+    ),
+    "mlflow server --backend-store-uri sqlite:///mlflow.db --artifacts-destination s3://BUCKET/mlflow": (
+        "mlflow server --help",
+        "runs until it is stopped; tests/commands/test_object_storage.py has such a server",
+    ),
+    "dvc remote add --default bucket s3://BUCKET/dvc": (
+        "dvc remote add --default bucket s3://BUCKET/dvc && dvc remote remove bucket",
+        "tests/commands/test_object_storage.py pushes to one",
+    ),
+    "dvc push": ("dvc push --help", "tests/commands/test_object_storage.py pushes"),
     "make bench": ("make bench BENCH='--pairs=1 --seconds=0.1 lenet'", "an hour"),
     "python bench/faults.py": ("python bench/faults.py --help", "half an hour"),
     f"{_COMPOSE}.gpu.yml up": (f"{_COMPOSE}.gpu.yml config --quiet", "needs GPUs"),
@@ -55,6 +76,10 @@ ELSEWHERE = {
     "make mutate MODULE=config": "nobody: minutes; the mutants have tests in tests/unit/test_mutants.py",
     "make fuzz": "nobody: its examples are new each time",
     "make setup PYTHON=python3.12": "nobody: it needs another Python; tests/containers/test_other_system.py takes Python 3.13",
+    "make engines": "`make test-engines`",
+    "make test-engines": ".ci/run",
+    "dvc pull": "tests/commands/test_object_storage.py",
+    "dvc remote modify bucket endpointurl URL": "tests/commands/test_object_storage.py",
     "docker compose start worker": "tests/containers/test_compose.py",
     "docker kill": "tests/containers/test_compose.py",
     "python -m pipeline train --resume runs/…": "tests/faults/test_strategy_faults.py",

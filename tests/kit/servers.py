@@ -18,7 +18,8 @@ from tests.kit.experiment import clean_environment
 class Server:
     """A real one, with a store of its own that outlives it."""
 
-    def __init__(self, folder: Path, host: str = "127.0.0.1", **environment: str):
+    def __init__(self, folder: Path, host: str = "127.0.0.1", artifacts: str = "", **environment: str):
+        self._artifacts = artifacts or str(folder / "artifacts")
         self.folder, self.host, self.port, self._environment = folder, host, free_port(), environment
         folder.mkdir(exist_ok=True)
 
@@ -28,7 +29,7 @@ class Server:
 
     def start(self, answers: int = 200) -> "Server":
         command = [sys.executable, "-m", "mlflow", "server", "--host", self.host, "--port", str(self.port), "--workers", "1"]
-        store = ["--backend-store-uri", f"sqlite:///{self.folder / 'mlflow.db'}", "--artifacts-destination", str(self.folder / "artifacts")]
+        store = ["--backend-store-uri", f"sqlite:///{self.folder / 'mlflow.db'}", "--artifacts-destination", self._artifacts]
         environment = clean_environment() | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"} | self._environment
         log = (self.folder / "server.log").open("a")
         self._process = subprocess.Popen([*command, *store], env=environment, stdout=log, stderr=log, start_new_session=True)
@@ -104,7 +105,9 @@ class Proxy:
         return bytes(body)
 
     def _passed_on(self, asked: BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes]:
-        headers = {name: value for name, value in asked.headers.items() if name.lower() not in ("host", "content-length")}
+        # urllib would call a body without a type a form.
+        headers = {"Content-Type": "application/octet-stream"}
+        headers |= {name: value for name, value in asked.headers.items() if name.lower() not in ("host", "content-length", "expect")}
         request = urllib.request.Request(f"{self.target}{asked.path}", data=body or None, headers=headers, method=asked.command)
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:

@@ -35,6 +35,8 @@ WRONG = [
     ({"data": "fashion-mnist"}, 2, ["data", "'fashion-mnist'", "section"]),
     ({"train__warmup_epochs": 3}, 2, ["warmup_epochs", "3 is more than epochs (2)"]),
     ({"dist__nodes": 2}, 2, ["dist.nodes"]),
+    # A name of ours for world_size: auto, and no key.
+    ({"dist__auto": True}, 2, ["dist.auto", "unknown key; known: world_size, nodes, backend"]),
 ]
 
 

@@ -16,9 +16,11 @@ def written(tmp_path: Path, values: Any) -> Path:
     return path
 
 
+AUTO_NEEDS = "dist.world_size: auto needs global_batch, ordered, replicas: 1, and null as batch_size_per_gpu and lanes_per_rank"
 # What is written, and the whole line that says what is wrong with it, without the file's name.
 SAID = [
     ({"dist": {"world_size": 3, "nodes": 2}}, "dist.nodes: 2 does not divide world_size (3)"),
+    ({"dist": {"world_size": "auto"}}, AUTO_NEEDS),
     ({"dist": {"init_method": "tcp://leader"}}, "dist.init_method: 'tcp://leader': write env://, tcp://HOST:PORT or file:///PATH"),
     ({"dist": {"init_method": "tcp://leader:0"}}, "dist.init_method: 'tcp://leader:0': write env://, tcp://HOST:PORT or file:///PATH"),
     ({"dist": {"init_method": "tcp://a:65536"}}, "dist.init_method: 'tcp://a:65536': write env://, tcp://HOST:PORT or file:///PATH"),
