@@ -9,14 +9,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.kit.engines import SELDOM, engine
 from tests.kit.experiment import LONGER, ROOT, Experiment, clean_environment
 from tests.kit.skips import NO_SKYPILOT
 from tests.kit.trainings import same_figures, status, wait_for_step
-from tests.kit.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 Note = Callable[[str, object], None]
@@ -87,13 +85,3 @@ def test_a_job_that_dstack_stops_has_saved(baseline: Experiment, experiment: Exp
     assert process.returncode == 75, said
     step = saved_and_goes_on(experiment, baseline, said)
     record_property("happened", f"75 at step {step}, saved within 10 s; bit-equal when it went on")
-
-
-def test_a_shell_that_does_not_exec_its_last_command_keeps_dstacks_signal_to_itself() -> None:
-    words = ["bash", "-i", "-c", "sleep 3; true"]
-    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    (below,) = until(lambda: psutil.Process(process.pid).children())
-    process.send_signal(signal.SIGINT)
-    time.sleep(1)
-    assert below.status() == psutil.STATUS_SLEEPING
-    process.wait(timeout=30)

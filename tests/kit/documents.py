@@ -43,6 +43,15 @@ INSTEAD = {
         ),
         ("ls deploy/kubernetes/storage.yaml params.yaml", "needs Kubernetes; tests/containers/test_kubernetes.py runs the files' pods"),
     ),
+    "ray job submit --working-dir . -- python deploy/ray_job.py --nodes 2 --gpus 8": (
+        "python -m py_compile deploy/ray_job.py",
+        "needs Ray; tests/engines/test_ray.py submits it",
+    ),
+    "sky jobs launch deploy/skypilot.yaml --env LOCKSTEP_COPY=s3://BUCKET/PREFIX": (
+        "ls deploy/skypilot.yaml",
+        "needs a cloud; tests/engines reads the file with SkyPilot",
+    ),
+    "dstack apply -f deploy/dstack.yml": ("ls deploy/dstack.yml", "needs dstack's server; tests/engines reads the file with dstack"),
     "mlflow server --backend-store-uri sqlite:///mlflow.db --artifacts-destination s3://BUCKET/mlflow": (
         "mlflow server --help",
         "runs until it is stopped; tests/commands/test_object_storage.py has such a server",
