@@ -100,8 +100,9 @@ def _check(engine: Engine, nodes: int, variables: Mapping[str, str]) -> None:
     if asked and variables[engine.nodes] == str(nodes) and asked != rank:
         why = f"PET_NODE_RANK: {asked} on machine {rank} of {nodes}, as {engine.rank} says"
         raise ConfigError(f"{why}: it was expanded too early; leave it out, or set it where every machine's own shell reads it")
-    if engine.name == "Slurm" and variables.get("SLURM_STEP_NUM_TASKS", str(nodes)) != str(nodes):
-        tasks = f"{variables['SLURM_STEP_NUM_TASKS']} tasks on {nodes} machine{'s' * (nodes > 1)}"
+    if engine.name == "Slurm" and variables.get("SLURM_STEP_NUM_TASKS", variables[engine.nodes]) != variables[engine.nodes]:
+        of_step = variables[engine.nodes]
+        tasks = f"{variables['SLURM_STEP_NUM_TASKS']} tasks on {of_step} machine{'s' * (of_step != '1')}"
         raise ConfigError(f"SLURM_STEP_NUM_TASKS: {tasks}; one a machine starts all its ranks: srun --ntasks-per-node=1")
 
 

@@ -108,6 +108,12 @@ def test_a_rank_that_a_shell_expanded_too_early_and_a_task_for_every_gpu_are_ref
         ConfigError, match=r"^PET_NODE_RANK: 0 on machine 1 of 2, as SLURM_NODEID says: it was expanded too early; leave it"
     ):
         detect(config(), SLURM_STEP | {"PET_NODE_RANK": "0"})
+    # A machine of a job whose machines are steps of their own, as TorchX starts them.
+    alone = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0"}
+    found = detect(config(), SLURM_STEP | alone | {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "n1"})
+    assert found is not None and (found.nodes, found.leads) == (2, False)
+    with pytest.raises(ConfigError, match="8 tasks on 1 machine; one a machine"):
+        detect(config(), SLURM_STEP | alone | {"SLURM_STEP_NUM_TASKS": "8"})
     with pytest.raises(ConfigError, match=r"^SLURM_STEP_NUM_TASKS: 16 tasks on 2 machines; .* srun --ntasks-per-node=1$"):
         detect(config(), SLURM_STEP | {"SLURM_STEP_NUM_TASKS": "16"})
 
