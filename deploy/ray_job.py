@@ -1,8 +1,11 @@
-"""One training on the machines of a Ray cluster, which schedules and no more: ray job submit -- python deploy/ray_job.py --nodes 2
+"""One training on the machines of a Ray cluster, which schedules and no more, in a checkout that all of them see:
 
-After `--` may stand another command than: python -m pipeline lead dvc repro. `--nodes 1:4` takes as many machines as there are, and
-begins again with those that are left when one is lost; it needs dist.world_size: auto. Exits with the leader's code
-(docs/exit-codes.md): after 75 submit it again. `ray job stop` leaves 3 s, or RAY_JOB_STOP_WAIT_TIME_S of the job's env_vars.
+    ray job submit --working-dir deploy -- python ray_job.py --nodes 2 --folder /shared/lockstep
+
+Ray uploads the folder of this file alone: what it uploads comes without .git, which DVC asks for, and goes with the job. After `--` may
+stand another command than: python -m pipeline lead dvc repro. `--nodes 1:4` takes as many machines as there are, and begins again with
+those that are left when one is lost; it needs dist.world_size: auto. Exits with the leader's code (docs/exit-codes.md): after 75 submit
+it again. `ray job stop` leaves 3 s, or RAY_JOB_STOP_WAIT_TIME_S of the job's env_vars.
 """
 
 import argparse

@@ -1,12 +1,17 @@
 """`deploy/skypilot.yaml` and `deploy/dstack.yml`, as the engines' own code reads them."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tests.kit.checkout import clone_of
 from tests.kit.engines import engine, parse
-from tests.kit.experiment import ROOT
+from tests.kit.experiment import ROOT, clean_environment, settings
 from tests.kit.skips import NO_DSTACK, NO_SKYPILOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
@@ -39,7 +44,29 @@ def test_skypilot_reads_its_file_and_would_recover_75_alone() -> None:
     read = json.loads(done.stdout.splitlines()[-1])
     assert (read["nodes"], read["run"].splitlines()[-1]) == (2, LEAD)
     assert (read["recovery"]["recover_on_exit_codes"], read["recovery"]["max_restarts_on_errors"]) == ([75], 0)
-    assert list(read["env"]) == ["LOCKSTEP_COPY"]
+    assert list(read["env"]) == ["LOCKSTEP_COPY", "LOCKSTEP_COMMIT"]
+
+
+def test_a_managed_jobs_folder_has_no_git_and_trains(tmp_path: Path) -> None:
+    folder = clone_of(tmp_path / "sky_workdir")
+    shutil.rmtree(folder / ".git")
+    (folder / ".venv").symlink_to(sys.prefix)
+    values = yaml.safe_load((folder / "params.yaml").read_text())
+    for section, changes in settings(dist__world_size=1, train__epochs=1).items():
+        values[section] |= changes
+    (folder / "params.yaml").write_text(yaml.safe_dump(values))
+    task = yaml.safe_load(SKYPILOT.read_text())
+    setup, run = task["setup"].replace("make setup\n", ""), task["run"].replace("dvc repro", "dvc repro train")
+    done = subprocess.run(
+        ["bash", "-c", f"{setup}\n{run}"],
+        cwd=folder,
+        env=clean_environment() | {"LOCKSTEP_COMMIT": "abc"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert json.loads((folder / "models" / "receipt.json").read_text())["git"]["commit"] == "abc"
 
 
 @pytest.mark.parametrize(("right", "wrong"), [("num_nodes:", "num_node:"), ("job_recovery:", "job_recover:")])

@@ -43,7 +43,7 @@ INSTEAD = {
         ),
         ("ls deploy/kubernetes/storage.yaml params.yaml", "needs Kubernetes; tests/containers/test_kubernetes.py runs the files' pods"),
     ),
-    "ray job submit --working-dir . -- python deploy/ray_job.py --nodes 2 --gpus 8": (
+    "ray job submit --working-dir deploy -- python ray_job.py --nodes 2 --gpus 8 --folder /shared/lockstep": (
         "python -m py_compile deploy/ray_job.py",
         "needs Ray; tests/engines/test_ray.py submits it",
     ),
