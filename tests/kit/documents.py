@@ -86,7 +86,7 @@ ELSEWHERE = {
     "make fuzz": "nobody: its examples are new each time",
     "make setup PYTHON=python3.12": "nobody: it needs another Python; tests/containers/test_other_system.py takes Python 3.13",
     "make engines": "`make test-engines`",
-    "make test-engines": ".ci/run",
+    "make test-engines": "nobody: ten minutes, and a gigabyte of engines; by hand, when a file for an engine changes",
     "dvc pull": "tests/commands/test_object_storage.py",
     "dvc remote modify bucket endpointurl URL": "tests/commands/test_object_storage.py",
     "docker compose start worker": "tests/containers/test_compose.py",
