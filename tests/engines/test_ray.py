@@ -165,7 +165,8 @@ def test_a_lost_machine_costs_a_start_with_fewer_and_no_bit(
     said, _ = driver.communicate(timeout=200)
     assert driver.returncode == 0, said
     assert "start 1: on 3 machines" in said
-    assert "a machine was lost\nstart 2: on 2 machines" in "\n".join(line for line in said.splitlines() if "pid=" not in line)
+    # Ray's own lines may come between.
+    assert said.index("a machine was lost") < said.index("start 2: on 2 machines")
     assert sizes(experiment) == ["3", "2"]
     same_figures(experiment, baseline)
     record_property("happened", "begun again on two machines; the bits of one")
