@@ -20,6 +20,10 @@ fi
 [[ $# -gt 0 ]] || set -- dvc repro
 if [[ -n ${SLURM_ARRAY_TASK_ID:-} && -n ${EXPERIMENTS:-} ]]; then
   read -ra changes < <(sed -n "${SLURM_ARRAY_TASK_ID}p" "$EXPERIMENTS")
+  if [[ ${#changes[@]} == 0 ]]; then
+    echo "$EXPERIMENTS: has no line $SLURM_ARRAY_TASK_ID; see --array" >&2
+    exit 2
+  fi
   # DVC locks a whole checkout, and git's objects: each has a clone of the last commit, and they share DVC's cache.
   tree=$PWD-$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID cache=$(dvc cache dir)
   [[ -e $tree/.git ]] || git clone --quiet --shared . "$tree" || exit 4

@@ -14,6 +14,7 @@ from pipeline.files import Paths, atomic_write
 from pipeline.job import Job
 from pipeline.plan import resolved
 from pipeline.report import plots
+from pipeline.runs.copy import configured
 from pipeline.runs.lock import run_lock
 from pipeline.stage import RankStage, errors_in_status, run_header
 from pipeline.timeouts import lock_seconds
@@ -27,6 +28,7 @@ TRAIN = "run: python -m pipeline train"
 def run(config: Config, paths: Paths) -> int:
     """Evaluate the published model as it was trained; returns the exit code."""
     server_and_credentials(paths)
+    configured()
     receipt = published(paths)
     manifest = store.read_manifest(paths.prepared)
     if manifest.digest != receipt.data_digest:

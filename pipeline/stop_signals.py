@@ -3,10 +3,11 @@
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from threading import Event
+from threading import Event, Thread
 from types import FrameType
 from typing import Any
 
@@ -43,6 +44,19 @@ def deferred() -> Generator[Event]:
     signalled = Event()
     with handled_by(lambda *_: signalled.set()):
         yield signalled
+
+
+def beside_a_training() -> Event:
+    """Give way to a training, outlive stop requests, and return an event that is set once whoever started this has ended, or says so.
+
+    Both close standard input.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(19)
+    closed = Event()
+    Thread(target=lambda: (sys.stdin.read(), closed.set()), daemon=True).start()
+    return closed
 
 
 class StopRequest:

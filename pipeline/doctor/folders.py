@@ -1,6 +1,7 @@
 """Checks of the disk: room for checkpoints, what its file system can do, and folders that this user can write."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import shlex
@@ -52,6 +53,9 @@ def file_system(runs: Path) -> list[Finding]:
             doing = "sync a folder"
             fsync_path(Path(folder))
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            # The check of the disk says so.
+            return []
         fix = "put the experiment on a disk or NFS, and a copy of its runs in the bucket: LOCKSTEP_COPY=s3://BUCKET"
         return [Finding("wrong", f"{existing}: its file system cannot {doing} ({error.strerror or error}), as checkpoints need", fix)]
     return [Finding("ok", f"{existing}: files can be locked, replaced at once and synced")]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import ConfigError, MachineError
-from pipeline.files import atomic_folder, atomic_write, checksummed_json, make_folder
+from pipeline.files import atomic_folder, atomic_write, checksummed_json, fsync_path, make_folder
 from pipeline.runs import checkpoints
 from pipeline.runs.identity import IDENTITY
 from pipeline.tracking.journal import last
@@ -126,11 +126,21 @@ class Copy:
         return files
 
     def list(self) -> dict[str, Any] | None:
-        """Return the list of what the copy has, or None without a copy."""
+        """Return the list of what the copy has, or None without a copy; raises MachineError if it is none of ours."""
         try:
-            return json.loads(self._client.get_object(Bucket=self._bucket, Key=self._prefix + LIST)["Body"].read())
+            content: bytes = self._client.get_object(Bucket=self._bucket, Key=self._prefix + LIST)["Body"].read()
         except self._client.exceptions.NoSuchKey:
             return None
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            found = json.loads(content)
+            facts = [(str(name), str(sha256), int(size)) for name, (sha256, size) in found["files"].items()]
+            names = {name.removeprefix("checkpoints/").removeprefix("plots/") for name, _, _ in facts}
+            if JOURNAL in names and not names & {"", ".", ".."} and all("/" not in name for name in names):
+                return {"run": str(found["run"]), "step": int(found["step"]), "files": found["files"]}
+        raise self._damaged(LIST)
+
+    def _damaged(self, name: str) -> MachineError:
+        return MachineError(f"{os.environ[VARIABLE]}: {self._prefix}{name} is damaged: it is not what was sent; unset {VARIABLE}")
 
     def _run_id(self) -> str:
         return last(self._run / JOURNAL, "run").get("id", "")
@@ -155,17 +165,22 @@ class Copy:
                         self._download(name, files[name][0], scratch / Path(name).name)
             for name in files:
                 if not name.startswith("checkpoints/") and name != JOURNAL:
-                    self._download(name, files[name][0], self._run / "plots" / Path(name).name if "/" in name else self._run / name)
+                    self._download(name, files[name][0], self._run / name)
             # Last: without a journal nothing else counts.
             self._download(JOURNAL, files[JOURNAL][0], self._run / JOURNAL)
         return int(found["step"])
 
     def _download(self, name: str, sha256: str, path: Path) -> None:
-        content: bytes = self._client.get_object(Bucket=self._bucket, Key=self._object(sha256))["Body"].read()
-        if hashlib.sha256(content).hexdigest() != sha256:
-            raise MachineError(f"{os.environ[VARIABLE]}: {self._prefix}{name} is damaged: it is not what was sent; unset {VARIABLE}")
         make_folder(path.parent)
-        atomic_write(path, content)
+        # A checkpoint may be larger than the memory.
+        partial = path.with_name(f".{path.name}.partial")
+        self._client.download_file(self._bucket, self._object(sha256), str(partial), Config=self._transfer)
+        if checkpoints.sha256_of_file(partial) != sha256:
+            partial.unlink()
+            raise self._damaged(name)
+        fsync_path(partial)
+        os.replace(partial, path)
+        fsync_path(path.parent)
 
 
 def fetch(run: Path) -> str | None:

@@ -6,10 +6,8 @@ It ends when its standard input is closed, which happens too when the launcher i
 import contextlib
 import logging
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +16,7 @@ from threading import Event
 from pipeline.config import MachineError
 from pipeline.files import locked
 from pipeline.runs import copy
-from pipeline.stop_signals import STOP_SIGNALS
+from pipeline.stop_signals import beside_a_training
 
 log = logging.getLogger(__name__)
 
@@ -105,12 +103,8 @@ def main() -> int:
     """Run beside a training, in the time that it leaves over."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     # Whoever stops the training wants its end to be in the copy.
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    os.nice(19)
+    closed = beside_a_training()
     os.set_blocking(1, False)
-    closed = Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), closed.set()), daemon=True).start()
     run = Path(sys.argv[1])
     # That of an earlier start may still be sending.
     with locked(run / "copy.lock"):

@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import os
-import signal
 import sys
 import threading
 from dataclasses import replace
@@ -18,7 +17,7 @@ from typing import Any
 
 from pipeline.config import MachineError
 from pipeline.files import locked
-from pipeline.stop_signals import STOP_SIGNALS
+from pipeline.stop_signals import beside_a_training
 from pipeline.tracking import logged_models, uploads
 from pipeline.tracking.database import opening
 from pipeline.tracking.experiment_page import prepared_experiment
@@ -229,11 +228,7 @@ def main() -> int:
     """Run beside a training, in the time that it leaves over."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     # Whoever stops the training wants its end to be in MLflow.
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    os.nice(19)
-    closed = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), closed.set()), daemon=True).start()
+    closed = beside_a_training()
     run = Path(sys.argv[1])
     # The mirror of an earlier start may still be sending.
     with locked(run / "mirror.lock"):

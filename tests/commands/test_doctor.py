@@ -67,6 +67,8 @@ def test_nothing_is_wrong_with_a_small_experiment(experiment: Experiment) -> Non
     lines = ask(experiment, expect=0).splitlines()
     assert len(lines) >= 9
     assert all(one.startswith(("ok     ", "note   ")) for one in lines)
+    for found in ("ok     no engine: one machine", f"ok     {experiment.folder}: files can be locked, replaced at once and synced"):
+        assert found in lines
 
 
 def test_nothing_heavy_is_imported(experiment: Experiment) -> None:

@@ -22,9 +22,7 @@ def storage() -> Iterator[Storage]:
     one.kill()
 
 
-def test_mlflow_keeps_artifacts_and_models_in_a_bucket(
-    experiment: Experiment, storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_keeps_artifacts_and_models_in_a_bucket(experiment: Experiment, storage: Storage, tmp_path: Path) -> None:
     import mlflow
 
     server = Server(tmp_path / "server", artifacts=f"s3://{BUCKET}/artifacts", **storage.variables()).start()

@@ -66,7 +66,7 @@ def test_pods_of_a_trainjob_are_killed_and_drained_and_end_in_the_bits_of_one_ma
     one.until(lambda: len(one.ended) == 3)
     assert sorted(one.ended[1:]) == [(0, 75, "Ignore"), (1, 75, "Ignore")], one.logs()
     one.until(lambda: one.outcome)
-    assert (one.outcome, one.failed_count) == ("Complete", 1), one.logs()
+    assert (one.outcome, one.failures[0], one.failures[1]) == ("Complete", 0, 1), one.logs()
     # The same name, another address.
     assert len(one.addresses[1]) == 3
     assert digest(one) == weights(baseline)

@@ -31,7 +31,7 @@ INSTEAD = {
         "tests/commands/test_sweep.py sweeps",
     ),
     "sbatch --nodes=2 deploy/slurm.sh": ("bash -n deploy/slurm.sh", "needs Slurm; tests/faults/test_slurm_jobs.py submits it"),
-    "EXPERIMENTS=experiments/lines sbatch --array=1-3 --nodes=1 deploy/slurm.sh": (
+    "EXPERIMENTS=lines sbatch --array=1-3 --nodes=1 deploy/slurm.sh": (
         "bash -n deploy/slurm.sh",
         "needs Slurm; tests/faults/test_slurm_sites.py submits it",
     ),

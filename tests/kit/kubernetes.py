@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def documents(name: str) -> dict[str, dict[str, Any]]:
 
 
 class Job:
-    """The job `node` of a JobSet: its pods, its container, and how many failures it has counted."""
+    """The job `node` of a JobSet: its pods, its container, and what its policies say."""
 
     def __init__(self, objects: dict[str, dict[str, Any]]):
         trained = objects.get("TrainJob")
@@ -73,7 +74,7 @@ class Cluster:
         self.pods: dict[int, str] = {}
         self.ended: list[tuple[int, int, str]] = []
         self.addresses: dict[int, set[str]] = {index: set() for index in range(job.size)}
-        self.failed_count, self.outcome, self._made = 0, "", 0
+        self.failures, self.outcome, self._made = Counter[int](), "", 0
         sh("docker", "network", "create", self.id)
         for index in range(job.size):
             self._start(index)
@@ -89,6 +90,8 @@ class Cluster:
         assert sources["experiment"]["persistentVolumeClaim"] and sources["params"]["configMap"]
         assert sources["shm"]["emptyDir"]["medium"] == "Memory"
         words = ["--network", self.id, "--network-alias", f"{job.host(index)}.{job.name}", "--hostname", job.host(index)]
+        # The pause process is then pid 1.
+        words += ["--init"] * pod["shareProcessNamespace"]
         words += ["--user", f"{user['runAsUser']}:{user['runAsGroup']}", "--group-add", str(user["fsGroup"])]
         words += ["--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--tmpfs", f"{places['tmp']}:mode=1777"]
         words += ["--shm-size", sources["shm"]["emptyDir"]["sizeLimit"].replace("Gi", "g")]
@@ -112,10 +115,14 @@ class Cluster:
             action = "Complete" if code == 0 else self.job.action(code)
             self.ended.append((index, code, action))
             del self.pods[index]
-            self.failed_count += action == "Count"
-            if action == "FailJob" or self.failed_count > self.job.spec["backoffLimit"]:
+            self.failures[index] += action == "Count"
+            if action == "FailJob" or self.failures[index] > self.job.spec["backoffLimitPerIndex"]:
+                # Of maxFailedIndexes: 0, one index is too many.
                 self.outcome = "Failed"
-            elif action != "Complete":
+            elif action == "Complete":
+                done = str(index) in self.job.spec["successPolicy"]["rules"][0]["succeededIndexes"].split(",")
+                self.outcome = "Complete" if done and not self.outcome else self.outcome
+            elif not self.outcome:
                 # Another takes the address that is free now.
                 sh(
                     "docker",
@@ -131,8 +138,6 @@ class Cluster:
                     "900",
                 )
                 self._start(index)
-        if not self.pods and not self.outcome:
-            self.outcome = "Complete"
 
     def until(self, condition: Callable[[], Any], seconds: float = 180) -> None:
         deadline = time.monotonic() + seconds
