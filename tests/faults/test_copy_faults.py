@@ -84,21 +84,22 @@ def test_a_run_that_is_lost_with_its_disk_goes_on_elsewhere_from_its_copy(
 def test_a_copy_whose_sending_is_cut_off_is_the_one_before(baseline: Experiment, experiment: Experiment, storage: Storage) -> None:
     experiment.set(**LONGER).run("prepare")
     experiment.run("train", "--stop-after-epochs", "1", expect=75, **storage.variables())
-    before = listed(storage)
-    # A second for every eighth of a megabyte: of an object of the next checkpoint a part is there when the process is killed.
+    step = listed(storage)["step"]
+    # Half a megabyte takes four seconds: of the next checkpoint a part is there when the process is killed.
     proxy = Proxy(storage.uri, bytes_per_second=1 << 17)
     process = experiment.start("train", "--stop-after-epochs", "2", **storage.variables(proxy.uri))
-    until(lambda: proxy.taken_bytes > 1 << 16, process)
+    until(lambda: proxy.taken_bytes > 1 << 17, process)
+    before = listed(storage)
     (copier,) = (one for one in psutil.Process(process.pid).children() if "pipeline.runs.copy_process" in one.cmdline())
     copier.kill()
     said, _ = process.communicate(timeout=120)
     proxy.close()
     assert process.returncode == 75, said
     assert "the copy does not have all of it yet" in said
-    assert listed(storage) == before
+    assert listed(storage) == before and before["step"] == step
     other = elsewhere(experiment, "other")
     said = other.run("train", **storage.variables())
-    assert f"at step {before['step']}\n" in said
+    assert f"at step {step}\n" in said
     same_figures(other, baseline)
     # What was sent in vain is gone.
     assert {name.rpartition("/")[2] for name in storage.names()} == {one for one, _ in listed(storage)["files"].values()} | {"copy.json"}
