@@ -45,7 +45,17 @@ def answers(*words: str) -> bool:
     return shutil.which(words[0]) is not None and subprocess.run(words, capture_output=True).returncode == 0
 
 
+def longest_first(items: list[pytest.Item]) -> None:
+    """Begin with the files whose tests may take longest, so that no worker ends with one of them while the others wait."""
+    limits: dict[Path, float] = {}
+    for item in items:
+        timeout = item.get_closest_marker("timeout")
+        limits[item.path] = max(limits.get(item.path, 0), timeout.args[0] if timeout and timeout.args else 0)
+    items.sort(key=lambda item: limits[item.path], reverse=True)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    longest_first(items)
     no_engine, no_slurm = (not answers(*words) for words in (("docker", "info"), ("sinfo",)))
     for item in items:
         item.user_properties += [("proves", marker.args[0]) for marker in item.iter_markers("gpu") if marker.args]
