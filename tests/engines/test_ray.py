@@ -165,8 +165,8 @@ def test_a_lost_machine_costs_a_start_with_fewer_and_no_bit(
     said, _ = driver.communicate(timeout=200)
     assert driver.returncode == 0, said
     assert "start 1: on 3 machines" in said
-    # Ray's own lines may come between.
-    assert said.index("a machine was lost") < said.index("start 2: on 2 machines")
+    # Ray's own lines may come between, and a start that finds out that Ray has not yet missed the machine.
+    assert said.index("a machine was lost") < said.rindex(": on 2 machines"), said
     assert sizes(experiment) == ["3", "2"]
     same_figures(experiment, baseline)
     record_property("happened", "begun again on two machines; the bits of one")

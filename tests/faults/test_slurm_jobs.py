@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from tests.faults.test_slurm_faults import sh
+from tests.kit.engines import AUTO
 from tests.kit.experiment import LONGER, ROOT, Experiment
 from tests.kit.trainings import same_figures, status, wait_for_step
 from tests.kit.waiting import until
@@ -47,6 +49,9 @@ class Job:
         """It was requeued: Slurm holds such a job back for two minutes, and need not here."""
         until(lambda: self.fact("Restarts") == "1", seconds=200, every_seconds=0.5)
         until(lambda: self.fact("Reason") == "BeginTime", seconds=60, every_seconds=0.5)
+        # A node refuses what begins in the second in which it has ended the job: that is what Slurm waits for.
+        until(lambda: not sh("squeue", "--noheader", "--states=COMPLETING"), seconds=60, every_seconds=0.5)
+        time.sleep(3)
         sh("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
     def nodes(self) -> set[str]:
@@ -178,10 +183,13 @@ def lost(node: str, job: str) -> Iterator[None]:
         until(lambda: "idle" in sh("sinfo", "--noheader", f"--nodes={node}", "--format=%t"), seconds=120)
 
 
-@pytest.mark.fault(36, "a slurmd killed with all its processes in mid-run; Slurm begins the job again on other nodes")
-def test_a_lost_node_is_replaced_by_slurm(baseline: Experiment, experiment: Experiment, submit: Callable[..., Job]) -> None:
-    experiment.set(**LONGER).run("prepare")
-    job = submit(experiment)
+@pytest.mark.fault(36, "a slurmd killed with all its processes in mid-run; Slurm begins the job again on the other nodes")
+@pytest.mark.parametrize(("nodes", "ranks"), [("2", ["2", "2"]), ("2-4", ["4", "3"])])
+def test_a_lost_node_is_replaced_or_done_without(
+    baseline: Experiment, experiment: Experiment, submit: Callable[..., Job], nodes: str, ranks: list[str]
+) -> None:
+    experiment.set(**AUTO).run("prepare")
+    job = submit(experiment, f"--nodes={nodes}")
     job.reaches(40)
     node = sorted(job.nodes())[-1]
     with lost(node, job.number):
@@ -189,6 +197,7 @@ def test_a_lost_node_is_replaced_by_slurm(baseline: Experiment, experiment: Expe
         said = job.wait("COMPLETED", "FAILED", seconds=300)
         assert job.fact("JobState") == "COMPLETED", said
         assert node not in job.nodes()
+    assert [line["tags"]["lockstep.world_size"] for line in experiment.journal("started")] == ranks
     same_figures(experiment, baseline)
 
 
