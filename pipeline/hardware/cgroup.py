@@ -30,8 +30,11 @@ def oom_kills(mounted: Path = MOUNTED, own: Path = OWN, whole_machine: Path = WH
 
 
 def usable_cpus(mounted: Path = MOUNTED, own: Path = OWN) -> int:
-    """Return how many CPUs this process may use: those it is bound to, or fewer where a control group allows less time than they have."""
+    """Return how many CPUs this process may use: those it is bound to, or fewer where a control group or Slurm allows less than they have."""
     shares: list[float] = [len(os.sched_getaffinity(0))]
+    # A Slurm without a TaskPlugin binds nobody.
+    said = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    shares += [int(said)] if said.isdigit() else []
     for group, version in _groups("cpu", mounted, own):
         # "max", or -1, where there is no limit.
         with contextlib.suppress(OSError, ValueError):

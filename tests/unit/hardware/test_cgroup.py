@@ -64,3 +64,10 @@ def test_as_many_cpus_count_as_a_control_group_has_time_for(tmp_path: Path, own:
         for name, content in files.items():
             (tmp_path / name).write_text(content.format(quota) + "\n")
         assert usable_cpus(tmp_path, tmp_path / "own") == cpus
+
+
+def test_slurm_may_allow_fewer_cpus_than_it_binds_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = len(os.sched_getaffinity(0))
+    for said, cpus in (("1", 1), ("", bound), (str(bound + 5), bound)):
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", said)
+        assert usable_cpus(tmp_path, tmp_path / "missing") == cpus
