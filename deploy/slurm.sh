@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 #SBATCH --job-name=lockstep
-#SBATCH --nodes=2 --ntasks-per-node=1
+#SBATCH --nodes=2
 #SBATCH --signal=TERM@180
 #SBATCH --requeue --open-mode=append
 # One training on the machines of a Slurm job, from the folder of params.yaml: sbatch deploy/slurm.sh [lead's arguments, or dvc repro]
@@ -34,8 +34,9 @@ fi
 PET_MASTER_ADDR=$(hostname)
 # srun no longer takes it from sbatch.
 export PET_MASTER_ADDR SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
-# 75 is no reason to kill those that still save.
-srun --kill-on-bad-exit=0 --wait=0 python -m pipeline lead "$@"
+# One task a node, which is said here: told so itself, a job of --nodes=2-4 would never get more than two. 75 is no reason to kill those
+# that still save.
+srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 python -m pipeline lead "$@"
 code=$?
 if [[ $code == 0 && -n ${tree:-} ]]; then
   # For `dvc exp show` where the job was submitted.
