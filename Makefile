@@ -27,15 +27,16 @@ repro: $(READY) ## set up, then prepare, train and evaluate
 FAST := not slow and not docker and not gpu
 PYTEST := python -m pytest --durations=15
 # A worker for each core, four at most; the tests of a file stay together. In test-all workers take single tests from each other.
-PARALLEL := -n logical --maxprocesses=4 --dist loadfile
+WORKERS := -n logical --maxprocesses=4 --dist
+PARALLEL := $(WORKERS) loadfile
 # One more than cores where tests wait for the ends of processes; tests/conftest.py has them in order.
-WAITING := -n $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 1)); echo $$((n < 4 ? n : 4))) --no-loadscope-reorder --dist
+WAITING := -n $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) + 1)); echo $$((n < 4 ? n : 4))) --no-loadscope-reorder --dist loadfile
 
 test: $(READY) ## set up, then the tests that need neither containers nor long campaigns
-	@$(PYTEST) $(PARALLEL) -m "$(FAST)" && $(PYTEST) $(WAITING) loadfile -m "slow and not (fault or chaos or docker or gpu or system or engine or slurm)"
+	@$(PYTEST) $(PARALLEL) -m "$(FAST)" && $(PYTEST) $(WAITING) -m "slow and not (fault or chaos or docker or gpu or system or engine or slurm)"
 
 test-all: test ## the same, then faults, containers and chaos
-	@$(PYTEST) $(WAITING) worksteal -m "(docker or slow and (fault or chaos)) and not (gpu or system or engine or slurm)" && $(PYTEST) -m gpu tests/ranks
+	@$(PYTEST) $(WORKERS) worksteal -m "(docker or slow and (fault or chaos)) and not (gpu or system or engine or slurm)" && $(PYTEST) -m gpu tests/ranks
 
 test-systems: $(READY) ## another Debian, with another Python; an image built without a cache
 	@LOCKSTEP_NO_SKIPS=1 $(PYTEST) -m system

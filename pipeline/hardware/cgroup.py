@@ -30,7 +30,7 @@ def oom_kills(mounted: Path = MOUNTED, own: Path = OWN, whole_machine: Path = WH
 
 
 def usable_cpus(mounted: Path = MOUNTED, own: Path = OWN) -> int:
-    """Return how many CPUs this process may use: those it is bound to, or fewer where a control group or Slurm allows less than they have."""
+    """Return how many CPUs this process may use: those it is bound to, or what a control group or Slurm allows of them."""
     shares: list[float] = [len(os.sched_getaffinity(0))]
     # A Slurm without a TaskPlugin binds nobody.
     said = os.environ.get("SLURM_CPUS_PER_TASK", "")
