@@ -1,6 +1,7 @@
 """The evaluate stage: the published model on the test images, each exactly once."""
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +15,16 @@ from pipeline.files import Paths, atomic_write
 from pipeline.job import Job
 from pipeline.plan import resolved
 from pipeline.report import plots
-from pipeline.runs.copy import configured
+from pipeline.runs.copy import fetch
 from pipeline.runs.lock import run_lock
+from pipeline.runs.object_storage import configured
 from pipeline.stage import RankStage, errors_in_status, run_header
 from pipeline.timeouts import lock_seconds
 from pipeline.tracking.journal import Journal, last
 from pipeline.tracking.mirror_process import server_and_credentials
 from pipeline.tracking.receipt import Receipt, read_receipt
+
+log = logging.getLogger(__name__)
 
 TRAIN = "run: python -m pipeline train"
 
@@ -52,6 +56,8 @@ def run(config: Config, paths: Paths) -> int:
         weights=paths.models / "model.safetensors",
     )
     with run_lock(run / "lock", lock_seconds(config.dist.grace_seconds)) as lock, errors_in_status(job, "evaluate", paths):
+        # Or a training here would take what it begins for all that there is.
+        fetch(run, log.info)
         job.result.unlink(missing_ok=True)
 
         def finish(journal: Journal, _: Callable[[], str | None]) -> str:

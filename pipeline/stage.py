@@ -129,7 +129,7 @@ class RankStage:
         started_at = time.monotonic()
         try:
             with progress:
-                result = supervisor.run(module, job, members.node, self._lock, _Observer(job, members, progress), stop)
+                result = supervisor.run(module, job, members.node, self._lock, _Observer(job, members, progress, copier), stop)
             end = outcome.judge(result, job, checkpoints.newest(run), self.command)
         except outcome.EXPECTED as error:
             end = outcome.broken(error, step, checkpoints.newest(run), self.command)
@@ -153,26 +153,27 @@ class RankStage:
         if message:
             progress.say(message)
         if mirror:
-            self._finish_mirror(mirror, progress.say, stop, end.outcome == "stopped")
-        copier.finish(stop.hurried, progress.say, end.outcome == "stopped")
+            self._send_rest(mirror, copier, progress.say, stop, end.outcome == "stopped")
         assert end.exit_code is not None
         return end.exit_code
 
-    def _finish_mirror(self, mirror: MirrorProcess, say: Callable[[str], None], stop: StopRequest, stopped: bool) -> None:
-        """Let MLflow have the rest, for as long as it takes it and nobody asks again to stop."""
+    def _send_rest(self, mirror: MirrorProcess, copier: CopyProcess, say: Callable[[str], None], stop: StopRequest, stopped: bool) -> None:
+        """Let MLflow and the copy have the rest, for as long as they take it and nobody asks again to stop."""
         sync = f"python -m pipeline sync --params {shlex.quote(str(self._paths.params))}"
         error = mirror.finish(stop.hurried, lambda text: say(f"{text}; Ctrl-C leaves the rest to: {sync}"), stopped)
         if error is None:
             say(f"MLflow: {address(self._job.run, self._paths)}")
         else:
             say(f"MLflow does not have all of it yet ({error}). To catch up: {sync}")
+        if lacks := copier.finish(stop.hurried, stopped):
+            say(f"the copy does not have all of it yet ({lacks}). To send the rest: {sync}")
 
 
 class _Observer:
     """Shows the user how the ranks fare, and decides on restarts."""
 
-    def __init__(self, job: Job, members: Membership, progress: Progress):
-        self._job, self._members, self._progress = job, members, progress
+    def __init__(self, job: Job, members: Membership, progress: Progress, copier: CopyProcess):
+        self._job, self._members, self._progress, self._copier = job, members, progress, copier
         self._waiting, self._lost, self._patience = False, False, RestartPolicy()
 
     def failed(self, failure: Failure) -> str | None:
@@ -193,6 +194,7 @@ class _Observer:
     def poll(self) -> list[Failure]:
         """Show progress; returns the failures that other machines have reported."""
         self._progress.tick()
+        self._copier.look(self._progress.say)
         return self._members.failures_since_last_call()
 
     def stop_requested(self) -> bool:

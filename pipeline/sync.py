@@ -1,11 +1,13 @@
-"""The sync command: what MLflow has not heard of yet is sent to it."""
+"""The sync command: what MLflow has not heard of yet is sent to it, and what copies of runs lack to object storage."""
 
 import logging
 from pathlib import Path
 
 from pipeline.config import Config, MachineError
 from pipeline.files import Paths, describe
+from pipeline.runs import copy, copy_process
 from pipeline.runs.lock import run_lock
+from pipeline.runs.object_storage import configured
 from pipeline.tracking.mirror_process import MirrorProcess, needs_sync, server_and_credentials
 from pipeline.tracking.mirror_state import UNANSWERED
 
@@ -13,12 +15,14 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config, paths: Paths) -> int:
-    """Mirror every journal to its end; 4 if MLflow could not take one."""
+    """Mirror every journal to its end, and complete the copies; 4 if one could not be taken."""
     code = 0
+    configured()
     server_and_credentials(paths)
     for journal in sorted(paths.runs.glob("*/journal.jsonl")):
         try:
             error = _mirrored(journal.parent, paths)
+            code = MachineError.exit_code if _copied(journal.parent) else code
         except (MachineError, OSError) as refused:
             # The others may be sound.
             error = describe(refused, str(journal.parent)) if isinstance(refused, OSError) else str(refused)
@@ -28,6 +32,19 @@ def run(config: Config, paths: Paths) -> int:
             # Nor will it answer for the others.
             break
     return code
+
+
+def _copied(run: Path) -> str | None:
+    """Send what the copy of one run lacks; returns an error or None."""
+    if not copy.is_incomplete(run):
+        return None
+    try:
+        with run_lock(run / "lock"):
+            return copy_process.complete(run, log.info)
+    except MachineError as running:
+        # It sends its copy itself.
+        log.info("%s", running)
+        return None
 
 
 def _mirrored(run: Path, paths: Paths) -> str | None:

@@ -17,10 +17,11 @@ from pipeline.files import Paths, atomic_folder, atomic_write
 from pipeline.job import Job
 from pipeline.plan import Plan, plan
 from pipeline.report import plots
-from pipeline.runs import checkpoints, status
-from pipeline.runs.copy import configured, fetch
+from pipeline.runs import checkpoints, copy_process, status
+from pipeline.runs.copy import fetch
 from pipeline.runs.identity import versions, write_identity
 from pipeline.runs.lock import run_lock
+from pipeline.runs.object_storage import configured
 from pipeline.runs.resume import import_run
 from pipeline.runs.status import StopRequested
 from pipeline.stage import RankStage, errors_in_status, run_header
@@ -43,13 +44,13 @@ def run(config: Config, paths: Paths, resume: Path | None = None, stop_after_epo
     planned = plan(config, paths, stop_after_epochs)
     job, name = planned.job, planned.job.run.name
     with run_lock(job.run / "lock", lock_seconds(config.dist.grace_seconds)) as lock, errors_in_status(job, "train", paths):
-        if fetched := fetch(job.run):
-            log.info("%s", fetched)
+        fetch(job.run, log.info)
         check_journal(job.journal, name)
         if planned.done:
             publish_again(job, paths)
             return 0
         if job.until and planned.has_reached(job.until):
+            copy_process.complete(job.run, log.info)
             log.info("stopped behind epoch %d already: %s", stop_after_epochs, checkpoints.newest(job.run))
             return status.STOPPED
         store.verify(paths.prepared, planned.manifest, ("train", "validation"))
@@ -99,6 +100,7 @@ def publish_again(job: Job, paths: Paths) -> None:
         with deferred() as signalled:
             error = MirrorProcess(job.run, paths).finish(signalled, log.info)
         log.info("MLflow %s", f"does not have all of it yet ({error})" if error else "has caught up with it")
+    copy_process.complete(job.run, log.info)
 
 
 def carry_out(stage: RankStage, job: Job, paths: Paths, progress: Progress, facts: dict[str, Any]) -> int:

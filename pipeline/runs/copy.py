@@ -1,146 +1,101 @@
-"""A copy of a run in object storage, for machines whose disk goes with them: LOCKSTEP_COPY=s3://BUCKET/PREFIX.
+"""A copy of a run in object storage, for machines whose disk goes with them.
 
-Files are objects by their SHA-256, and one list names those of a run. It is replaced last, in one request, so whenever sending ends, the
-list that is there names files that are there.
+It has the newest checkpoint, the best model, the journal, and what a finished run is published from.
 """
 
 import contextlib
 import hashlib
 import json
-import logging
 import os
-import re
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import ConfigError, MachineError
+from pipeline.config import MachineError
 from pipeline.files import atomic_folder, atomic_write, checksummed_json, fsync_path, make_folder
 from pipeline.runs import checkpoints
 from pipeline.runs.identity import IDENTITY
+from pipeline.runs.object_storage import VARIABLE, Listed, Missing, Place, Refused, Replaced, configured, one_line
 from pipeline.tracking.journal import last
 
-VARIABLE, JOURNAL, LIST = "LOCKSTEP_COPY", "journal.jsonl", "copy.json"
+JOURNAL, STATE = "journal.jsonl", "copy.json"
 # What a start on another machine needs, beside journal and checkpoints; and what a finished run is published from.
 NAMES = (IDENTITY, "params.yaml", "receipt.json", "model.safetensors", "model.pt2", "eval.json", "predictions.csv", "diverged.json")
-CONNECT_SECONDS, READ_SECONDS = 5, 20
-
-
-def configured() -> tuple[str, str] | None:
-    """Return bucket and prefix, or None; raises ConfigError if it is not the address of a bucket."""
-    said = os.environ.get(VARIABLE, "")
-    found = re.fullmatch(r"s3://([A-Za-z0-9.\-_]{3,255})(?:/(.*?))?/*", said)
-    if said and not found:
-        raise ConfigError(f"{VARIABLE}: {said!r} is not the address of a bucket; write s3://BUCKET/PREFIX")
-    return (found[1], found[2] or "") if found else None
-
-
-@contextmanager
-def one_line(doing: str) -> Generator[None]:
-    """Raise MachineError for whatever object storage says, in one line."""
-    from boto3.exceptions import Boto3Error
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    try:
-        yield
-    except (Boto3Error, BotoCoreError, ClientError) as error:
-        raise MachineError(f"{os.environ[VARIABLE]}: {doing}: {' '.join(str(error).split())}") from None
+# For how long a start asks a store that does not answer: a machine that has just booted may have no name server or role yet.
+PATIENCE_SECONDS, PAUSE_SECONDS = 30.0, 2.0
 
 
 class Copy:
     """The copy of one run."""
 
     def __init__(self, run: Path, bucket: str, prefix: str, progress: Callable[[int], None] = lambda _: None):
-        # Only here: who has no copy does not wait for this import.
-        import boto3
-        from boto3.s3.transfer import TransferConfig
-        from botocore.config import Config
-
-        for name in ("boto3", "botocore"):
-            # They tell where they found credentials.
-            logging.getLogger(name).setLevel(logging.WARNING)
-        self._run, self._bucket, self._progress = run, bucket, progress
-        self._prefix = f"{prefix}/{run.name}/" if prefix else f"{run.name}/"
-        # We check what we fetch ourselves, and other stores than Amazon's know no checksums behind a body.
-        sums: Any = {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
-        limits = Config(connect_timeout=CONNECT_SECONDS, read_timeout=READ_SECONDS, retries={"total_max_attempts": 2}, **sums)
-        self._transfer = TransferConfig(max_concurrency=2)
-        with one_line("cannot be used"):
-            self._client: Any = boto3.client("s3", config=limits)
-        self._sent: dict[str, list[Any]] | None = None
+        self._run, self._progress, self._place = run, progress, Place(bucket, prefix, run.name, progress)
+        self.address = self._place.address
+        # The list that this process has put, and the checkpoints' index that it was made from.
+        self._listed: Listed | None = None
         self._index: dict[str, Any] | None = None
 
     def send(self, ending: bool = False) -> None:
         """Make the copy what the run is now, if it has a new checkpoint or ends; raises MachineError if storage does not take it."""
-        with one_line("does not take the copy"):
-            if self._sent is None:
-                self._sent = self._known()
-            index = checkpoints.read_index(self._run / "checkpoints")
+        with one_line("upload failed"), ExitStack() as opened:
+            index = newest_only(checkpoints.read_index(self._run / "checkpoints"))
             if index is None or (index == self._index and not ending):
                 return
-            files = self._files(index)
-            for name, (sha256, _) in files.items():
-                if not any(sha256 == sent for sent, _ in self._sent.values()):
-                    path = str(self._run / name)
-                    self._client.upload_file(path, self._bucket, self._object(sha256), Callback=self._progress, Config=self._transfer)
+            step = max((int(one["step"]) for one in index["checkpoints"]), default=0)
+            before = self._listed or self._of_this_run(step)
+            # The training may remove any of them; opened files stay.
+            files = {name: opened.enter_context((self._run / name).open("rb")) for name in self._names(index)}
+            listed = {name: self._put(file, before) for name, file in files.items()}
             # The journal after the index, which must not name what the journal has not.
-            for name, content in ((f"checkpoints/{checkpoints.INDEX}", checksummed_json(index)), (JOURNAL, self._whole_lines())):
-                files[name] = [hashlib.sha256(content).hexdigest(), len(content)]
-                if files[name] != self._sent.get(name):
-                    self._client.put_object(Bucket=self._bucket, Key=self._object(files[name][0]), Body=content)
-                    self._progress(len(content))
-            if files != self._sent:
-                self._replace_list(files)
+            listed[f"checkpoints/{checkpoints.INDEX}"] = self._put(checksummed_json(index), before)
+            listed[JOURNAL] = self._put(self._whole_lines(), before)
+            if before is None or listed != before.files or step != before.step:
+                self._replace_list(step, listed, before)
             self._index = index
 
-    def _files(self, index: dict[str, Any]) -> dict[str, list[Any]]:
-        """Return SHA-256 and length of every file that belongs to the copy now, by its name."""
-        found = {f"checkpoints/{one['file']}": one["sha256"] for one in checkpoints.listed(index)}
-        rest = [*NAMES, *(f"plots/{path.name}" for path in (self._run / "plots").glob("*.*"))]
-        found |= {name: checkpoints.sha256_of_file(self._run / name) for name in rest if (self._run / name).is_file()}
-        return {name: [sha256, (self._run / name).stat().st_size] for name, sha256 in found.items()}
+    def _of_this_run(self, step: int) -> Listed | None:
+        """Return what the list says before this process has put one; raises MachineError if it is not to be replaced."""
+        found = self._place.read_list()
+        if found and found.run != self._run_id():
+            whose = f"{self.address} is the copy of another run of this experiment, at step {found.step}"
+            raise Refused(f"{whose}; remove it (aws s3 rm --recursive {self.address}), or set another prefix")
+        if found and found.step > step:
+            raise MachineError(f"{self.address} is at step {found.step}, this run at {step}: it stays until this run has come so far")
+        return found
 
-    def _replace_list(self, files: dict[str, list[Any]]) -> None:
-        step = max((checkpoints.step_of(Path(name)) for name in files if name.startswith("checkpoints/step-")), default=0)
-        content = json.dumps({"run": self._run_id(), "step": step, "files": files}).encode()
-        self._client.put_object(Bucket=self._bucket, Key=self._prefix + LIST, Body=content)
-        assert self._sent is not None
-        kept, before = {sha256 for sha256, _ in files.values()}, {sha256 for sha256, _ in self._sent.values()}
-        self._sent = files
-        for sha256 in before - kept:
-            self._client.delete_object(Bucket=self._bucket, Key=self._object(sha256))
+    def _names(self, index: dict[str, Any]) -> list[str]:
+        """Return the names of all files that belong to the copy now, but index and journal."""
+        rest = [*NAMES, *(f"plots/{path.name}" for path in (self._run / "plots").glob("[!.]*.*"))]
+        return [f"checkpoints/{one['file']}" for one in checkpoints.listed(index)] + [one for one in rest if (self._run / one).is_file()]
 
-    def _known(self) -> dict[str, list[Any]]:
-        """Return what an earlier start has sent; what it sent in vain is removed."""
-        known = self.list()
-        if known and known["run"] != self._run_id():
-            whose = f"{self._prefix} is the copy of another start of this experiment, at step {known['step']}"
-            raise MachineError(f"{os.environ[VARIABLE]}: {whose}; remove it there, or set another prefix")
-        files: dict[str, list[Any]] = known["files"] if known else {}
-        # What a sending that was cut off has left.
-        kept = {self._object(sha256) for sha256, _ in files.values()} | {self._prefix + LIST}
-        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix)
-        for name in [one["Key"] for page in pages for one in page.get("Contents", ()) if one["Key"] not in kept]:
-            self._client.delete_object(Bucket=self._bucket, Key=name)
-        return files
+    def _put(self, content: BufferedReader | bytes, before: Listed | None) -> str:
+        """Return the name of the object that has this content; uploads it if there is none."""
+        if isinstance(content, bytes):
+            sha256 = hashlib.sha256(content).hexdigest()
+        else:
+            sha256 = hashlib.file_digest(content, "sha256").hexdigest()
+            content.seek(0)
+        self._progress(0)
+        there = [one for one in (before.files.values() if before else ()) if one.endswith(f"/{sha256}")]
+        return there[0] if there else self._place.upload(sha256, content)
 
-    def list(self) -> dict[str, Any] | None:
-        """Return the list of what the copy has, or None without a copy; raises MachineError if it is none of ours."""
+    def _replace_list(self, step: int, files: dict[str, str], before: Listed | None) -> None:
+        first = self._listed is None
         try:
-            content: bytes = self._client.get_object(Bucket=self._bucket, Key=self._prefix + LIST)["Body"].read()
-        except self._client.exceptions.NoSuchKey:
-            return None
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            found = json.loads(content)
-            facts = [(str(name), str(sha256), int(size)) for name, (sha256, size) in found["files"].items()]
-            names = {name.removeprefix("checkpoints/").removeprefix("plots/") for name, _, _ in facts}
-            if JOURNAL in names and not names & {"", ".", ".."} and all("/" not in name for name in names):
-                return {"run": str(found["run"]), "step": int(found["step"]), "files": found["files"]}
-        raise self._damaged(LIST)
-
-    def _damaged(self, name: str) -> MachineError:
-        return MachineError(f"{os.environ[VARIABLE]}: {self._prefix}{name} is damaged: it is not what was sent; unset {VARIABLE}")
+            self._listed = self._place.replace_list(self._run_id(), step, files, before)
+        except Replaced:
+            if not first:
+                raise Refused(f"{self.address}: another start of this run sends its copy now") from None
+            # Who has replaced it removes what it does not list.
+            self._place.begin()
+            raise MachineError(f"{self.address} was replaced meanwhile, and is read again") from None
+        for name in set(before.files.values()) - set(files.values()) if before else ():
+            self._place.remove(name)
+        if first:
+            self._place.remove_unlisted(self._listed)
 
     def _run_id(self) -> str:
         return last(self._run / JOURNAL, "run").get("id", "")
@@ -148,58 +103,90 @@ class Copy:
     def _whole_lines(self) -> bytes:
         return (self._run / JOURNAL).read_bytes().rpartition(b"\n")[0] + b"\n"
 
-    def _object(self, sha256: str) -> str:
-        return f"{self._prefix}files/{sha256}"
-
     def fetch(self) -> int | None:
-        """Fetch the copy; returns its step, or None if there is none. A kill in between leaves a run that has not begun."""
-        with one_line(f"cannot be asked for {self._run.name}; unset {VARIABLE} to begin without it"):
-            found = self.list()
-            if found is None:
-                return None
-            make_folder(self._run)
-            files: dict[str, list[Any]] = found["files"]
-            with atomic_folder(self._run / "checkpoints") as scratch:
-                for name in files:
-                    if name.startswith("checkpoints/"):
-                        self._download(name, files[name][0], scratch / Path(name).name)
-            for name in files:
-                if not name.startswith("checkpoints/") and name != JOURNAL:
-                    self._download(name, files[name][0], self._run / name)
-            # Last: without a journal nothing else counts.
-            self._download(JOURNAL, files[JOURNAL][0], self._run / JOURNAL)
-        return int(found["step"])
+        """Fetch the copy; returns its step, or None if there is none. Until all is there, the run has not begun."""
+        with one_line(f"cannot be read for {self._run.name}; unset {VARIABLE} to begin without it"):
+            found = self._place.read_list()
+            while found is not None:
+                try:
+                    self._fetch_files(found.files)
+                    return found.step
+                except Missing as name:
+                    again = self._place.read_list()
+                    if again is not None and again.version == found.version:
+                        raise self._place.damaged(str(name)) from None
+                    # Who sends it has replaced it meanwhile.
+                    found = again
+        return None
 
-    def _download(self, name: str, sha256: str, path: Path) -> None:
+    def _fetch_files(self, files: dict[str, str]) -> None:
+        make_folder(self._run)
+        with atomic_folder(self._run / "checkpoints") as scratch:
+            for name, place in files.items():
+                if name != JOURNAL:
+                    inside = name.startswith("checkpoints/")
+                    self._download(name, place, scratch / Path(name).name if inside else self._run / name)
+        # Last: without a journal nothing else counts.
+        self._download(JOURNAL, files[JOURNAL], self._run / JOURNAL)
+
+    def _download(self, name: str, place: str, path: Path) -> None:
         make_folder(path.parent)
         # A checkpoint may be larger than the memory.
         partial = path.with_name(f".{path.name}.partial")
-        self._client.download_file(self._bucket, self._object(sha256), str(partial), Config=self._transfer)
-        if checkpoints.sha256_of_file(partial) != sha256:
+        try:
+            self._place.download(place, partial)
+        except Missing:
+            raise Missing(name) from None
+        if checkpoints.sha256_of_file(partial) != place.rpartition("/")[2]:
             partial.unlink()
-            raise self._damaged(name)
+            raise self._place.damaged(name)
         fsync_path(partial)
         os.replace(partial, path)
         fsync_path(path.parent)
 
 
-def fetch(run: Path) -> str | None:
-    """Fetch a run that this machine does not have; returns a line for people, or None if there is nothing to fetch."""
+def newest_only(index: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return an index of the newest checkpoint and the best model alone: in the copy nothing is damaged by a crash."""
+    return None if index is None else index | {"checkpoints": index["checkpoints"][-1:]}
+
+
+def fetch(run: Path, say: Callable[[str], None]) -> None:
+    """Fetch a run that this machine does not have, if there is a copy."""
     where = configured()
     if where is None or (run / JOURNAL).exists():
-        return None
-    step = Copy(run, *where).fetch()
-    return None if step is None else f"fetched {run} from {os.environ[VARIABLE]}, at step {step}"
+        return
+    until = time.monotonic() + PATIENCE_SECONDS
+    said = False
+    while True:
+        try:
+            copy = Copy(run, *where)
+            step = copy.fetch()
+            break
+        except MachineError as error:
+            if isinstance(error, Refused) or time.monotonic() > until:
+                raise
+            if not said:
+                say(f"{error}; it is asked again for {PATIENCE_SECONDS:.0f} s")
+            said = True
+            time.sleep(PAUSE_SECONDS)
+    if step is not None:
+        say(f"fetched {run} from {copy.address}, at step {step}")
 
 
-def write_state(run: Path, error: str | None) -> None:
-    """Write down what went wrong last, for whoever waits for the copy."""
+def write_state(run: Path, error: str | None, complete: bool = False) -> None:
+    """Write down what went wrong last, and whether the copy has all of an ended run, for whoever waits for it."""
     with contextlib.suppress(OSError):
-        atomic_write(run / "copy.json", json.dumps({"error": error}).encode())
+        atomic_write(run / STATE, json.dumps({"error": error, "complete": complete}).encode())
 
 
-def read_error(run: Path) -> str | None:
-    """Return what went wrong last, or None."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return json.loads((run / "copy.json").read_bytes()).get("error")
-    return None
+def read_state(run: Path) -> dict[str, Any]:
+    """Return that, or nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads((run / STATE).read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def is_incomplete(run: Path) -> bool:
+    """Return True if a run that is copied has something that its copy lacks."""
+    return configured() is not None and read_state(run).get("complete") is False

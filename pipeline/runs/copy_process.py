@@ -16,21 +16,23 @@ from threading import Event
 from pipeline.config import MachineError
 from pipeline.files import locked
 from pipeline.runs import copy
-from pipeline.stop_signals import beside_a_training
+from pipeline.runs.object_storage import Refused, configured
+from pipeline.stop_signals import beside_a_training, deferred
 
 log = logging.getLogger(__name__)
 
-PAUSE_SECONDS = 2.0
+# Between two looks at the run, and after many errors.
+PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
 # How late the copy may make an end: by a store that takes nothing, by one that goes on taking, and after a stop request.
-DEAF_SECONDS, RECEIVING_SECONDS, STOPPED_SECONDS = 10.0, 600.0, 40.0
+NO_PROGRESS_SECONDS, RECEIVING_SECONDS, STOPPED_SECONDS = 10.0, 600.0, 40.0
 
 
 class CopyProcess:
     """Sends a run to object storage until it is told that the run has ended; nothing where no copy is asked for."""
 
     def __init__(self, run: Path, wanted: bool):
-        self._run, self._process = run, None
-        if not wanted or copy.configured() is None:
+        self._run, self._process, self._told = run, None, False
+        if not wanted or configured() is None:
             return
         (run / "logs").mkdir(parents=True, exist_ok=True)
         copy.write_state(run, None)
@@ -45,52 +47,78 @@ class CopyProcess:
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
 
+    def look(self, say: Callable[[str], None]) -> None:
+        """Say it, once, if storage does not take the copy, or nobody sends it any more."""
+        if self._process is None or self._told:
+            return
+        error = copy.read_state(self._run).get("error")
+        if error is None and self._process.poll() is not None:
+            error = f"its process has ended; see {self._run / 'logs' / 'copy.log'}"
+        if error:
+            say(f"the training goes on without a copy for now: {error}")
+            self._told = True
+
     def close(self) -> None:
         """Say that the run has ended."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 
-    def finish(self, hurried: Event, say: Callable[[str], None], stopped: bool) -> None:
-        """Wait until the copy is complete, for as long as storage takes it and nobody asks again to stop; say what it lacks."""
+    def finish(self, stop_waiting: Event, stopped: bool = False) -> str | None:
+        """Wait until the copy is complete, for as long as storage takes it and nobody asks again to stop; returns why it is not."""
         process = self._process
         if process is None or process.stdout is None:
-            return
+            return None
         self.close()
         began_at = got_on_at = time.monotonic()
-        while process.poll() is None and not hurried.is_set():
+        while process.poll() is None and not stop_waiting.is_set():
             now = time.monotonic()
-            # A byte for everything that storage has taken.
+            # A byte for everything that storage has taken, and for every file that was read.
             got_on_at = now if process.stdout.read(1 << 16) else got_on_at
-            if now - got_on_at > DEAF_SECONDS or now - began_at > (STOPPED_SECONDS if stopped else RECEIVING_SECONDS):
+            if now - got_on_at > NO_PROGRESS_SECONDS or now - began_at > (STOPPED_SECONDS if stopped else RECEIVING_SECONDS):
                 break
             time.sleep(0.05)
-        if process.poll() is None:
+        killed = process.poll() is None
+        if killed:
             process.kill()
         process.stdout.close()
-        if process.wait() != 0:
-            why = copy.read_error(self._run) or f"see {self._run / 'logs' / 'copy.log'}"
-            say(f"the copy does not have all of it yet ({why}); the next start sends the rest")
+        if process.wait() == 0:
+            return None
+        given_up = f"storage took too long for the rest; see {self._run / 'logs' / 'copy.log'}"
+        return copy.read_state(self._run).get("error") or (given_up if killed else f"see {self._run / 'logs' / 'copy.log'}")
+
+
+def complete(run: Path, say: Callable[[str], None]) -> str | None:
+    """Send what the copy of a run that has ended lacks; returns why it still does."""
+    if not copy.is_incomplete(run):
+        return None
+    with deferred() as signalled:
+        error = CopyProcess(run, True).finish(signalled)
+    say(f"{run.name}: the copy {f'does not have all of it yet ({error})' if error else 'has all of it'}")
+    return error
 
 
 def follow(run: Path, closed: Event) -> bool:
     """Send what is new until the run has ended; returns True if the copy then has all of it."""
-    where = copy.configured()
+    where = configured()
     assert where is not None
     target: copy.Copy | None = None
+    pause = PAUSE_SECONDS
     while True:
         ending = closed.is_set()
         try:
             target = target or copy.Copy(run, *where, progress=report)
             target.send(ending)
-            copy.write_state(run, None)
+            copy.write_state(run, None, complete=ending)
+            pause = PAUSE_SECONDS
             if ending:
                 return True
         except (MachineError, OSError, ValueError) as error:
             log.warning("%s", error)
             copy.write_state(run, str(error))
-            if ending:
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            if ending or isinstance(error, Refused):
                 return False
-        closed.wait(PAUSE_SECONDS)
+        closed.wait(pause)
 
 
 def report(_: int) -> None:
