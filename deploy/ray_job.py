@@ -19,11 +19,14 @@ import time
 
 import ray
 from ray.util import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 FINAL = (0, 2, 3, 5)
 # Ray hears of a process's end before that of its machine.
 SETTLE_SECONDS = 5
+# How long so many machines are asked for before fewer are, and the least before it is looked again who is there.
+FEWER_SECONDS, LEAST_SECONDS = 10, 60
 LIBC = "libc.so.6"
 stops: list[int] = []
 
@@ -67,15 +70,26 @@ def alive(options: argparse.Namespace) -> int:
     return sum(all(one.get(name, 0) >= number for name, number in needed.items()) for one in nodes)
 
 
-def start(options: argparse.Namespace, count: int) -> tuple[int | None, bool]:
+def reserve(options: argparse.Namespace, least: int, most: int) -> tuple[PlacementGroup | None, int]:
+    """Wait until machines are free, as many as possible; none where somebody asks to stop. What is asked for, an autoscaler provides."""
+    said = False
+    while not stops:
+        for count in range(max(least, min(most, alive(options))), least - 1, -1):
+            group = placement_group([{"CPU": options.cpus, "GPU": options.gpus}] * count, strategy="STRICT_SPREAD")
+            until = time.monotonic() + (FEWER_SECONDS if count > least else LEAST_SECONDS)
+            while not (ready := group.wait(1)) and not stops and time.monotonic() < until:
+                if not said:
+                    print(f"waiting for {count} machines with {options.cpus} CPUs and {options.gpus} GPUs free on each", flush=True)
+                said = True
+            if ready:
+                return group, count
+            remove_placement_group(group)
+    return None, 0
+
+
+def start(options: argparse.Namespace, group: PlacementGroup, count: int) -> tuple[int | None, bool]:
     """Run the command on so many machines; returns the leader's exit code, and whether a machine was lost."""
-    group = placement_group([{"CPU": options.cpus, "GPU": options.gpus}] * count, strategy="STRICT_SPREAD")
     try:
-        while not group.wait(1):
-            if stops:
-                return 75, False
-            if alive(options) < count:
-                return None, True
         on = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index) for index in range(count)]
         machines = [Machine.options(num_cpus=options.cpus, num_gpus=options.gpus, scheduling_strategy=one).remote() for one in on]
         host, port = ray.get(machines[0].address.remote(options.port))
@@ -84,6 +98,9 @@ def start(options: argparse.Namespace, count: int) -> tuple[int | None, bool]:
         return follow(run, machines)
     except ray.exceptions.RayActorError:
         return None, True
+    except ray.exceptions.RayTaskError as error:
+        print(f"the command cannot be started on a machine: {error.cause}; see --folder, and that its programs are there", flush=True)
+        return 4, False
     finally:
         remove_placement_group(group)
 
@@ -119,13 +136,13 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, _: stops.append(number))
     code, settled_at = 6, 0.0
     for number in range(1, options.starts + 1):
-        while (alive(options) < least or time.monotonic() < settled_at) and not stops:
+        while time.monotonic() < settled_at and not stops:
             time.sleep(0.5)
-        if stops:
+        group, count = reserve(options, least, most)
+        if group is None:
             return 75
-        count = min(most, alive(options))
         print(f"start {number}: on {count} machines", flush=True)
-        code, lost = start(options, count)
+        code, lost = start(options, group, count)
         print(f"start {number}: ended with {code}{', a machine was lost' if lost else ''}", flush=True)
         if stops or code in FINAL or not (lost or code == 6):
             break

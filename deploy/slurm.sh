@@ -19,6 +19,7 @@ if [[ -f .venv/bin/activate ]]; then
 fi
 [[ $# -gt 0 ]] || set -- dvc repro
 if [[ -n ${SLURM_ARRAY_TASK_ID:-} && -n ${EXPERIMENTS:-} ]]; then
+  [[ -r $EXPERIMENTS ]] || { echo "$EXPERIMENTS: cannot be read; EXPERIMENTS names a file with an experiment a line" >&2; exit 2; }
   read -ra changes < <(sed -n "${SLURM_ARRAY_TASK_ID}p" "$EXPERIMENTS")
   if [[ ${#changes[@]} == 0 ]]; then
     echo "$EXPERIMENTS: has no line $SLURM_ARRAY_TASK_ID; see --array" >&2
@@ -31,19 +32,24 @@ if [[ -n ${SLURM_ARRAY_TASK_ID:-} && -n ${EXPERIMENTS:-} ]]; then
   set -- dvc exp run "${changes[@]}"
 fi
 # The first machine, where this shell runs and the first task too; the tasks know the rest of their places from Slurm.
-PET_MASTER_ADDR=$(hostname)
-# srun no longer takes it from sbatch.
-export PET_MASTER_ADDR SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
+export PET_MASTER_ADDR="${PET_MASTER_ADDR:-$(hostname)}"
+# Slurm 22.05 to 23.02: srun does not take it from sbatch.
+[[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+# What the leader ends with: srun's code is the highest of all tasks, and a worker may be killed.
+LOCKSTEP_EXIT_FILE=$(mktemp) && export LOCKSTEP_EXIT_FILE
 # One task a node, which is said here: told so itself, a job of --nodes=2-4 would never get more than two. 75 is no reason to kill those
 # that still save.
 srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 python -m pipeline lead "$@"
 code=$?
+[[ ! -s $LOCKSTEP_EXIT_FILE ]] || read -r code < "$LOCKSTEP_EXIT_FILE"
+rm -f "$LOCKSTEP_EXIT_FILE"
 if [[ $code == 0 && -n ${tree:-} ]]; then
   # For `dvc exp show` where the job was submitted.
   dvc exp push --quiet --no-cache --all-commits origin
 fi
 # Stopped and saved: again, on whatever machines there are then. A site with RequeueExit=75 does so by itself.
 if [[ $code == 75 && ${SLURM_RESTART_COUNT:-0} -lt ${MAX_REQUEUES:-100} ]]; then
-  scontrol requeue "$SLURM_JOB_ID"
+  # One task of an array has the number of all of it.
+  scontrol requeue "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 fi
 exit $code

@@ -7,7 +7,10 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
+from pathlib import Path
+from socket import socket
 from types import FrameType
 
 from pipeline import join
@@ -19,13 +22,14 @@ from pipeline.config import Config, ConfigError, PeerError
 from pipeline.files import Paths
 from pipeline.hardware.machine import check_writable
 from pipeline.hardware.network import PORT, endpoint, listen
-from pipeline.process_tree import ELASTIC, NODES, STORE, adopt_orphans, dies_with_parent, wait_for_orphans
+from pipeline.process_tree import ELASTIC, NODES, STOP_FILE, STORE, adopt_orphans, dies_with_parent, wait_for_orphans
 from pipeline.runs.status import STOPPED, StopRequested
-from pipeline.stop_signals import handled_by
+from pipeline.stop_signals import STOP_SIGNALS, handled_by
 from pipeline.timeouts import STORM_SECONDS, ending_seconds
 
 log = logging.getLogger(__name__)
 
+EXIT_FILE = "LOCKSTEP_EXIT_FILE"
 # Workers that start together with the leader need this long to join, and learn of a command that had nothing to do for them.
 JOIN_SECONDS = 60
 # How long they may take to read the exit code.
@@ -45,19 +49,26 @@ def run(config: Config, paths: Paths, words: list[str], workers: str | None, por
     least, most = _machines(config, given, workers)
     # torchrun unpickles what it finds in the store: nobody else reaches it where nobody else is to come, and any port will do.
     address = bind or ("127.0.0.1" if most == 1 else None)
-    number = port or (given.port if given else PORT if most > 1 or bind else 0)
-    listening = listen(number, address)
+    listening = listen(port or (given.port if given else PORT if most > 1 or bind else 0), address)
     number = listening.getsockname()[1]
     log.info("leading %s", _who_joins(least, most, "" if address == "127.0.0.1" else endpoint(bind or os.uname().nodename, number)))
     host = "127.0.0.1" if bind in (None, "0.0.0.0", "::") else bind
-    command = Command(words, endpoint(host, number), config.dist.grace_seconds)
+    with tempfile.TemporaryDirectory(prefix="lockstep-lead-") as folder:
+        verdict = _lead(Command(words, endpoint(host, number), config.dist.grace_seconds, folder), (host, number, listening), least, most)
+    if EXIT_FILE in os.environ:
+        # An engine may make another code of those of all machines.
+        Path(os.environ[EXIT_FILE]).write_text(f"{verdict}\n")
+    return verdict
+
+
+def _lead(command: "Command", where: tuple[str, int, socket], least: int, most: int) -> int:
     adopt_orphans()
     with handled_by(command.relay.on_signal):
         if least < most:
-            return _lead_who_is_there(command, serve(host, number, listening), least, most)
+            return _lead_who_is_there(command, serve(*where), least, most)
         command.start(most)
         # While the command begins: this imports torch.
-        store = serve(host, number, listening)
+        store = serve(*where)
         return _say_goodbye(command.end(store), command, store, most)
 
 
@@ -106,13 +117,14 @@ def _say_goodbye(verdict: int, command: "Command", store: ClusterStore, nodes: i
 class Command:
     """What is run below this process, which tells it of the store."""
 
-    def __init__(self, words: list[str], store: str, grace_seconds: int):
+    def __init__(self, words: list[str], store: str, grace_seconds: int, folder: str):
         self._words, self._store, self._grace_seconds = words, store, grace_seconds
-        self.started_at, self.relay = time.monotonic(), SignalRelay()
+        self.started_at, self.relay = time.monotonic(), SignalRelay(Path(folder) / "stop-requested")
 
     def start(self, nodes: int, elastic: bool = False) -> None:
         """Start it on so many machines."""
-        variables = os.environ | {STORE: self._store, NODES: str(nodes)} | ({ELASTIC: "1"} if elastic else {})
+        variables = os.environ | {STORE: self._store, NODES: str(nodes), STOP_FILE: str(self.relay.stop_file)}
+        variables |= {ELASTIC: "1"} if elastic else {}
         # A session of its own: signals reach us alone, and we decide what becomes of them.
         self._process = subprocess.Popen(self._words, env=variables, start_new_session=True, preexec_fn=dies_with_parent())
         self.relay.watch(self._process.pid)
@@ -124,7 +136,7 @@ class Command:
             # An engine's SIGTERM ends DVC at once, and leaves us its stage, which still saves.
             wait_for_orphans(self._process.pid, ending_seconds(self._grace_seconds), lambda: self.relay.hurried)
         self.relay.command_ended = True
-        return verdict_of(exit_code, store, self.relay.requested)
+        return verdict_of(exit_code, store, self.relay.requested and not self.relay.insisted)
 
 
 def _who_joins(least: int, most: int, where: str) -> str:
@@ -136,11 +148,13 @@ def _who_joins(least: int, most: int, where: str) -> str:
 class SignalRelay:
     """Passes signals on to a command: the first as SIGINT, the only one that DVC leaves to its stage; a person's second as it is."""
 
-    def __init__(self, command: int = 0):
-        self._command, self._requested_at = command, -math.inf
+    def __init__(self, stop_file: Path, command: int = 0):
+        self.stop_file, self._command, self._requested_at = stop_file, command, -math.inf
         self.command_ended = False
         # True once a signal says not to wait for workers that have yet to hear of the command's end.
         self.hurried = False
+        # True once a person's second one was passed on.
+        self.insisted = False
 
     @property
     def requested(self) -> bool:
@@ -163,12 +177,16 @@ class SignalRelay:
         now, first = time.monotonic(), not self.requested
         if first:
             self._requested_at = now
+            # DVC goes on to the next stage where the one before had nothing left to stop.
+            with contextlib.suppress(OSError):
+                self.stop_file.touch()
         elif now < self._requested_at + STORM_SECONDS:
             return
         if self.command_ended or not self._command:
             # Its process group may be another's by now. Where the next one is yet to begin, workers are to hear of it.
             self.hurried = self.command_ended or not first
             return
+        self.insisted = not first
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._command, signal.SIGINT if first else number)
 
@@ -176,8 +194,8 @@ class SignalRelay:
 def verdict_of(exit_code: int, store: ClusterStore, stop_requested: bool = False) -> int:
     """Return the exit code of the ranks if they are why the command failed: DVC makes 255 of all of them."""
     last: int | None = store.get("last-exit-code")
-    if exit_code > 0 and last is None and stop_requested:
-        # It was stopped before it had ranks, and goes on if it is started again.
+    if stop_requested and not last and (exit_code > 0 or -exit_code in STOP_SIGNALS):
+        # It was stopped where it had no ranks, and goes on if it is started again.
         return STOPPED
     if exit_code < 0 and last != STOPPED:
         return 128 - exit_code

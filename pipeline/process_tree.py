@@ -13,6 +13,8 @@ import psutil
 
 # How the commands below `lead` know its store, the number of machines, and whether the job begins again with fewer if one is lost.
 STORE, NODES, ELASTIC = "LOCKSTEP_STORE", "LOCKSTEP_NODES", "LOCKSTEP_ELASTIC"
+# A file that is there once `lead` was told to stop.
+STOP_FILE = "LOCKSTEP_STOP_FILE"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 

@@ -59,10 +59,12 @@ def detect(config: Config, variables: Mapping[str, str]) -> ClusterEnvironment |
     ranks, size = named.get("PET_NPROC_PER_NODE", ""), config.dist.world_size
     if ranks.isdigit() and int(ranks) * nodes != size and not config.dist.auto:
         raise ConfigError(f"dist.world_size: {size}, but PET_* give {nodes} machines of {ranks}; set world_size: {nodes * int(ranks)}")
-    endpoint = named.get("PET_RDZV_ENDPOINT") or named.get("PET_MASTER_ADDR")
-    if not endpoint:
+    named_port = named.get("PET_MASTER_PORT") or str(DEFAULT_PORT)
+    meeting, master = named.get("PET_RDZV_ENDPOINT", ""), named.get("PET_MASTER_ADDR", "")
+    if not meeting and not master:
         raise ConfigError("PET_NNODES: several machines, and neither PET_RDZV_ENDPOINT nor PET_MASTER_ADDR says where they meet")
-    host, port = split(endpoint if ":" in endpoint else f"{endpoint}:{named.get('PET_MASTER_PORT') or DEFAULT_PORT}")
+    # An address of IPv6 has colons too, and no port behind it.
+    host, port = split(meeting if ":" in meeting else f"{meeting or (f'[{master}]' if ':' in master else master)}:{named_port}")
     node_rank = named.get("PET_NODE_RANK")
     leads = node_rank == "0" if node_rank else _is_this_machine(host, port)
     # With a number of ranks in params.yaml there is one number of machines to spread them over.

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal, NoReturn
 
 from pipeline.cluster.membership import MultiNode
@@ -16,7 +17,7 @@ from pipeline.config import PeerError
 from pipeline.hardware.network import endpoint, interface, own_address, split
 from pipeline.job import Job
 from pipeline.launch.node import Membership, Node
-from pipeline.process_tree import ELASTIC, STORE
+from pipeline.process_tree import ELASTIC, STOP_FILE, STORE
 from pipeline.runs.status import STOPPED, StopRequested
 
 
@@ -24,6 +25,8 @@ def lead_job(stage: Literal["train", "evaluate"], job: Job, say: Callable[[str],
     """Return the membership of a job once all its machines are there; StopRequested if a signal comes first."""
     host, port = split(os.environ[STORE])
     dist = job.config.dist
+    if STOP_FILE in os.environ and Path(os.environ[STOP_FILE]).exists():
+        raise StopRequested("stopped on request before it began")
     if dist.nodes == 1:
         return LedSingleNode(job, host, port)
     node = Node(dist.world_size // dist.nodes, dist.threads_per_rank, dist.nodes, endpoint=endpoint(host, port))

@@ -29,7 +29,8 @@ def place(config: Config, variables: Mapping[str, str]) -> list[Finding]:
     findings = [Finding("ok", f"{name or 'no engine'}: {where}{own}")]
     grace = config.dist.grace_seconds
     if name and seconds < grace:
-        text = f"{name} may kill {seconds} s after its stop request, and dist.grace_seconds is {grace}; only the newest checkpoint is sure"
+        after = "scancel" if name == "Slurm" else "its stop request"
+        text = f"{name} may kill {seconds} s after {after}, and dist.grace_seconds is {grace}; only the newest checkpoint is sure"
         findings.append(Finding("note", text, longer))
     return findings
 

@@ -29,12 +29,15 @@ def oom_kills(mounted: Path = MOUNTED, own: Path = OWN, whole_machine: Path = WH
     return 0
 
 
+# What a task has, and the job on this machine.
+SLURM_CPUS = ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE")
+
+
 def usable_cpus(mounted: Path = MOUNTED, own: Path = OWN) -> int:
     """Return how many CPUs this process may use: those it is bound to, or what a control group or Slurm allows of them."""
     shares: list[float] = [len(os.sched_getaffinity(0))]
     # A Slurm without a TaskPlugin binds nobody.
-    said = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    shares += [int(said)] if said.isdigit() else []
+    shares += [int(said) for name in SLURM_CPUS if (said := os.environ.get(name, "")).isdigit()]
     for group, version in _groups("cpu", mounted, own):
         # "max", or -1, where there is no limit.
         with contextlib.suppress(OSError, ValueError):

@@ -164,7 +164,7 @@ class Place:
             names = {name.removeprefix("checkpoints/").removeprefix("plots/") for name in files}
             inside = "journal.jsonl" in names and not names & {"", ".", ".."} and all("/" not in name for name in names)
             if inside and all(OBJECT.fullmatch(place) for place in files.values()):
-                return Listed(str(found["run"]), int(found["step"]), files, answer["ETag"])
+                return Listed(str(found["run"]), int(found["step"]), files, str(answer.get("ETag", "")))
         raise self.damaged(LIST)
 
     def damaged(self, name: str) -> Refused:

@@ -61,24 +61,41 @@ def test_a_storm_of_signals_reaches_the_command_once_and_a_persons_second_as_it_
 
 
 def test_a_command_that_is_stopped_before_it_has_ranks_is_one_to_start_again(experiment: Experiment) -> None:
-    # As DVC does with a stage that was stopped.
-    process = led(experiment, sys.executable, "-c", "import time\ntry: print('ready', flush=True), time.sleep(60)\nexcept: exit(255)")
+    # As DVC does with a stage that was stopped, and a shell that dies of the signal itself.
+    as_dvc = "import time\ntry: print('ready', flush=True), time.sleep(60)\nexcept: exit(255)"
+    for words in ((sys.executable, "-c", as_dvc), ("sh", "-c", "echo ready; sleep 60; true")):
+        process = led(experiment, *words)
+        assert process.stdout is not None
+        until(lambda: "ready" in process.stdout.readline(), seconds=30)  # noqa: B023
+        process.send_signal(signal.SIGTERM)
+        assert end(process, 30)[0] == 75
+
+
+def test_after_a_stop_request_no_further_stage_begins(experiment: Experiment, tmp_path: Path) -> None:
+    experiment.run("prepare")
+    # As DVC ignores a signal while a stage runs that has nothing left to stop.
+    train = f"trap '' INT; echo ready; sleep 2; {sys.executable} -m pipeline train --params {experiment.params} || exit 255"
+    words = ("lead", "--workers", "0", "--port", str(free_port()), "sh", "-c", train)
+    process = experiment.start(*words, LOCKSTEP_EXIT_FILE=str(tmp_path / "exit"))
     assert process.stdout is not None
     until(lambda: "ready" in process.stdout.readline(), seconds=30)
     process.send_signal(signal.SIGTERM)
-    assert end(process, 30)[0] == 75
+    code, said = end(process, 60)
+    assert (code, (tmp_path / "exit").read_text()) == (75, "75\n"), said
+    assert "stopped on request before it began" in said
+    assert not list(experiment.folder.glob("runs/*/checkpoints/*"))
 
 
-def test_a_signal_after_the_commands_end_reaches_no_process_that_has_its_number_by_then() -> None:
+def test_a_signal_after_the_commands_end_reaches_no_process_that_has_its_number_by_then(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
-        relay = SignalRelay(other.pid)
+        relay = SignalRelay(tmp_path / "stop", other.pid)
         relay.command_ended = True
         relay.on_signal(signal.SIGTERM, None)
         assert relay.hurried
         with pytest.raises(subprocess.TimeoutExpired):
             other.wait(0.5)
         # The same signal would have ended it.
-        SignalRelay(other.pid).on_signal(signal.SIGTERM, None)
+        SignalRelay(tmp_path / "stop", other.pid).on_signal(signal.SIGTERM, None)
         assert other.wait(5) == -signal.SIGINT
 
 
@@ -170,7 +187,7 @@ def test_a_worker_that_waits_is_stopped_with_75_and_says_so(tmp_path: Path) -> N
     assert (code, said) == (75, "stopped on request while it waited for a job\n")
     leader.send_signal(signal.SIGTERM)
     # Nobody waits for a worker that has said goodbye.
-    assert end(leader, 15)[0] == 128 + signal.SIGINT
+    assert end(leader, 15)[0] == 75
 
 
 @pytest.mark.slow

@@ -85,10 +85,13 @@ class Proxy:
             return
         if mode == "slow":
             time.sleep(self.slow_seconds)
-        status, content = (500, b"no") if mode == "500" else (200, b"{}") if mode == "liar" else self._passed_on(asked, body)
+        told = {"500": (500, b"no", ""), "liar": (200, b"{}", "")}
+        status, content, version = told[mode] if mode in told else self._passed_on(asked, body)
         asked.send_response(status)
         asked.send_header("Content-Type", "application/json")
         asked.send_header("Content-Length", str(len(content)))
+        if version:
+            asked.send_header("ETag", version)
         asked.end_headers()
         asked.wfile.write(content)
 
@@ -104,16 +107,16 @@ class Proxy:
             time.sleep(self.late_seconds)
         return bytes(body)
 
-    def _passed_on(self, asked: BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes]:
+    def _passed_on(self, asked: BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes, str]:
         # urllib would call a body without a type a form.
         headers = {"Content-Type": "application/octet-stream"}
         headers |= {name: value for name, value in asked.headers.items() if name.lower() not in ("host", "content-length", "expect")}
         request = urllib.request.Request(f"{self.target}{asked.path}", data=body or None, headers=headers, method=asked.command)
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.status, answer.read()
+                return answer.status, answer.read(), answer.headers.get("ETag", "")
         except urllib.error.HTTPError as error:
-            return error.code, error.read()
+            return error.code, error.read(), ""
 
     def close(self) -> None:
         self._server.shutdown()

@@ -74,7 +74,7 @@ class Seconds:
 
 @pytest.mark.parametrize(("comes", "seconds"), [(True, 2), (False, 5)])
 def test_a_worker_that_starts_as_all_are_stopped_still_reads_how_it_ended(comes: bool, seconds: float) -> None:
-    store, relay = ClusterStore(HashStore(), "leader"), SignalRelay(0)
+    store, relay = ClusterStore(HashStore(), "leader"), SignalRelay(Path("nowhere/stop-requested"))
     relay._requested_at = 0.0
 
     def come() -> None:
