@@ -87,19 +87,30 @@ def test_a_site_that_requeues_by_exit_code_needs_no_line_of_the_script(
     same_figures(experiment, baseline)
 
 
+class Array:
+    """A clone of the last commit, and an array of two experiments in it."""
+
+    def __init__(self, folder: Path, **more: object):
+        self.tree, self._folder = clone_of(folder / "tree"), folder
+        (self.tree / ".venv").symlink_to(ROOT / ".venv")
+        # What params.yaml says otherwise, in every experiment alike.
+        small = settings(model__name="mlp", tracking__experiment="array", **more)
+        changes = " ".join(f"-S={name}.{key}={value}" for name, values in small.items() for key, value in values.items())
+        lines = ("-S seed=7", "-S seed=8 -S train.learning_rate=0.02")
+        (self.tree / "lines").write_text("".join(f"{changes} {line}\n" for line in lines))
+
+    def submit(self, *options: str) -> "subprocess.CompletedProcess[str]":
+        words = ["sbatch", "--parsable", "--array=1-2", "--nodes=1", *options, f"--output={self._folder}/%a.log", "deploy/slurm.sh"]
+        return subprocess.run(words, cwd=self.tree, env=clean_environment() | {"EXPERIMENTS": "lines"}, capture_output=True, text=True)
+
+    def logs(self) -> dict[int, str]:
+        return {number: (self._folder / f"{number}.log").read_text() for number in (1, 2)}
+
+
 def test_every_line_of_a_file_is_an_experiment_in_a_checkout_of_its_own(tmp_path: Path) -> None:
-    tree = clone_of(tmp_path / "tree")
-    (tree / ".venv").symlink_to(ROOT / ".venv")
-    (tree / "lines").write_text("-S seed=7\n-S seed=8 -S train.learning_rate=0.02\n")
-    # What params.yaml says otherwise, in every experiment alike.
-    small = settings(model__name="mlp", tracking__experiment="array")
-    changes = [f"-S={name}.{key}={value}" for name, values in small.items() for key, value in values.items()]
-    variables = clean_environment() | {"EXPERIMENTS": "lines"}
-    words = ["sbatch", "--parsable", "--wait", "--array=1-2", "--nodes=1", f"--output={tmp_path}/%a.log", "deploy/slurm.sh"]
-    lines = [f"{' '.join(changes)} {line}\n" for line in (tree / "lines").read_text().splitlines()]
-    (tree / "lines").write_text("".join(lines))
-    done = subprocess.run(words, cwd=tree, env=variables, capture_output=True, text=True)
-    logs = {number: (tmp_path / f"{number}.log").read_text() for number in (1, 2)}
+    array = Array(tmp_path)
+    tree, done = array.tree, array.submit("--wait")
+    logs = array.logs()
     assert done.returncode == 0, logs
     trees = [Path(f"{tree}-{done.stdout.strip()}-{number}") for number in (1, 2)]
     results = [list(one.glob("runs/*/receipt.json")) for one in trees]
@@ -108,3 +119,25 @@ def test_every_line_of_a_file_is_an_experiment_in_a_checkout_of_its_own(tmp_path
     assert not list((trees[0] / ".dvc" / "cache").glob("files/md5/*"))
     shown = subprocess.run(["dvc", "exp", "list"], cwd=tree, capture_output=True, text=True, check=True)
     assert len([line for line in shown.stdout.splitlines() if "[" in line]) == 2, shown.stdout
+
+
+def test_of_an_array_the_task_alone_that_was_stopped_is_requeued(tmp_path: Path) -> None:
+    array = Array(tmp_path, data__name="synthetic:6000", train__epochs=60)
+    number = array.submit().stdout.strip()
+    until(
+        lambda: sum("epoch 1/" in said for said in array.logs().values()) == 2 if len(list(tmp_path.glob("*.log"))) == 2 else False,
+        seconds=180,
+    )
+    # One of them has the number of the whole array.
+    tasks = dict(line.split() for line in sh("squeue", f"--jobs={number}", "--noheader", "--format=%A %a").splitlines())
+    stopped = tasks[number]
+    sh("scancel", "--signal=TERM", f"{number}_{stopped}")
+    until(lambda: fact(number, stopped, "Restarts") == "1", seconds=120)
+    until(lambda: all(fact(number, task, "JobState") == "COMPLETED" for task in tasks.values()), seconds=300)
+    assert [fact(number, task, "Restarts") for task in (stopped, *(set(tasks.values()) - {stopped}))] == ["1", "0"], array.logs()
+    assert "going on from" in array.logs()[int(stopped)]
+
+
+def fact(number: str, task: str, name: str) -> str:
+    """What Slurm says of one task of an array."""
+    return sh("scontrol", "show", "job", f"{number}_{task}").split(f"{name}=")[1].split()[0]

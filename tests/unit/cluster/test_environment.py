@@ -23,6 +23,10 @@ def test_the_place_in_a_job_is_read_from_pet_variables_and_what_is_missing_is_na
     here = detect(config(), {"PET_NNODES": "2", "PET_MASTER_ADDR": "localhost"})
     assert here is not None
     assert (here.leads, here.port) == (True, 29500)
+    for address in ({"PET_MASTER_ADDR": "fd00::5", "PET_MASTER_PORT": "29501"}, {"PET_RDZV_ENDPOINT": "[fd00::5]:29501"}):
+        far = detect(config(), {"PET_NNODES": "2", "PET_NODE_RANK": "1"} | address)
+        assert far is not None
+        assert (far.host, far.port) == ("fd00::5", 29501)
     with pytest.raises(ConfigError, match="set world_size: 8"):
         detect(config(), named | {"PET_NPROC_PER_NODE": "4"})
     with pytest.raises(ConfigError, match="says where they meet"):

@@ -68,6 +68,7 @@ def test_as_many_cpus_count_as_a_control_group_has_time_for(tmp_path: Path, own:
 
 def test_slurm_may_allow_fewer_cpus_than_it_binds_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bound = len(os.sched_getaffinity(0))
-    for said, cpus in (("1", 1), ("", bound), (str(bound + 5), bound)):
-        monkeypatch.setenv("SLURM_CPUS_PER_TASK", said)
-        assert usable_cpus(tmp_path, tmp_path / "missing") == cpus
+    for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"):
+        for said, cpus in (("1", 1), ("", bound), (str(bound + 5), bound)):
+            monkeypatch.setenv(name, said)
+            assert usable_cpus(tmp_path, tmp_path / "missing") == cpus
