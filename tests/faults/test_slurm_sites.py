@@ -129,7 +129,7 @@ def test_of_an_array_the_task_alone_that_was_stopped_is_requeued(tmp_path: Path)
         seconds=180,
     )
     # One of them has the number of the whole array.
-    tasks = dict(line.split() for line in sh("squeue", f"--jobs={number}", "--noheader", "--format=%A %a").splitlines())
+    tasks = dict(line.split() for line in sh("squeue", f"--jobs={number}", "--noheader", "--format=%A %K").splitlines())
     stopped = tasks[number]
     sh("scancel", "--signal=TERM", f"{number}_{stopped}")
     until(lambda: fact(number, stopped, "Restarts") == "1", seconds=120)
