@@ -4,11 +4,14 @@ import json
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 from ray.cluster_utils import Cluster
 
 
 def main() -> None:
+    # Where Ray writes down that a cluster runs, wherever its own files are; on a new machine it is not there.
+    Path("/tmp/ray").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
         each = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
         head = each | {"include_dashboard": True, "dashboard_port": 0, "temp_dir": folder}
