@@ -128,7 +128,8 @@ def test_a_job_saves_before_its_time_limit_and_goes_on_by_itself(
     job.comes_again()
     until(lambda: len(experiment.journal("started")) == 2, seconds=200)
     assert f"going on from {saved['checkpoint']}" in job.log.read_text()
-    assert status(experiment)["outcome"] == "running"
+    # Which it says after it has said so in the journal.
+    until(lambda: status(experiment)["outcome"] == "running", seconds=60)
     record_property("happened", f"75 at step {step}, saved; requeued, and went on from it")
 
 
