@@ -52,4 +52,4 @@ if [[ $code == 75 && ${SLURM_RESTART_COUNT:-0} -lt ${MAX_REQUEUES:-100} ]]; then
   # One task of an array has the number of all of it.
   scontrol requeue "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 fi
-exit $code
+exit "$code"

@@ -1,0 +1,82 @@
+"""What the arithmetic alone allows: processes that know nothing of each other compute a rank's lanes and updates each.
+
+No network, no reader, no tracking: `python bench/independent.py JOB STEPS`, on a prepared experiment's images, which stand ready.
+"""
+
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from threading import BrokenBarrierError
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from torch import Tensor
+from torch import multiprocessing as processes
+
+from pipeline import job as jobs
+from pipeline.data import store
+from pipeline.data.batches import Pixels
+from pipeline.data.order import HOST, Order
+from pipeline.job import Job
+from pipeline.parallel.lanes import Task, scaled
+from pipeline.training import schedule, train_rank
+
+WARM_STEPS = 3
+
+
+def compute(number: int, job: Job, steps: int, together: Any) -> None:
+    """What rank `number` computes in so many steps."""
+    config = job.config
+    train_rank.fix_bits(config.dist.threads_per_rank)
+    manifest, split = store.read_manifest(job.prepared), store.open_split(job.prepared, "train")
+    model = train_rank.build_model(job, manifest, HOST).train()
+    pixels = Pixels(manifest.mean, manifest.std, HOST)
+    order = Order(config.seed, len(split.labels), config.dist.images_per_step, config.dist.pieces)
+    reader = train_rank.batches(job, split, pixels, order, hold=True)
+    first = sum(config.dist.pieces_per_rank[:number])
+    own = range(first, first + config.dist.pieces_per_rank[number])
+    ready: dict[tuple[int, int], tuple[Tensor, Tensor]] = {
+        (step, lane): reader.lane(step, lane) for step in range(WARM_STEPS + steps) for lane in own
+    }
+    dtype = schedule.autocast_dtype(job.precision)
+    task = Task(
+        model,
+        lambda step, lane: ready[step, lane],
+        config.seed,
+        config.train.label_smoothing,
+        partial(torch.autocast, "cpu", dtype, enabled=dtype is not None),
+    )
+    optimizer = schedule.optimizer(config.train, list(model.parameters()))
+    for step in range(WARM_STEPS + steps):
+        if step == WARM_STEPS:
+            together.wait()
+        optimizer.zero_grad()
+        for lane in own:
+            loss, _ = task.forward(model, step, lane)
+            scaled(loss, 1 / config.dist.images_per_step).backward()
+        optimizer.step()
+    together.wait()
+
+
+def main() -> None:
+    job, steps = jobs.read(Path(sys.argv[1])), int(sys.argv[2])
+    context = processes.get_context("spawn")
+    together = context.Barrier(job.config.dist.world_size + 1)
+    ranks = processes.start_processes(compute, (job, steps, together), job.config.dist.world_size, join=False, start_method="spawn")
+    try:
+        together.wait()
+        started_at = time.monotonic()
+        together.wait()
+    except BrokenBarrierError:
+        sys.exit("a process has failed")
+    seconds = time.monotonic() - started_at
+    ranks.join()
+    print(json.dumps({"images_per_second": steps * job.config.dist.images_per_step / seconds}))
+
+
+if __name__ == "__main__":
+    main()
