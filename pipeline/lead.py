@@ -4,9 +4,11 @@ import contextlib
 import logging
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,7 +24,7 @@ from pipeline.config import Config, ConfigError, PeerError
 from pipeline.files import Paths
 from pipeline.hardware.machine import check_writable
 from pipeline.hardware.network import PORT, endpoint, listen
-from pipeline.process_tree import ELASTIC, NODES, STOP_FILE, STORE, adopt_orphans, dies_with_parent, wait_for_orphans
+from pipeline.process_tree import ELASTIC, LEAD_COMMAND, NODES, STOP_FILE, STORE, adopt_orphans, dies_with_parent, wait_for_orphans
 from pipeline.runs.status import STOPPED, StopRequested
 from pipeline.stop_signals import STOP_SIGNALS, handled_by
 from pipeline.timeouts import STORM_SECONDS, ending_seconds
@@ -124,6 +126,7 @@ class Command:
     def start(self, nodes: int, elastic: bool = False) -> None:
         """Start it on so many machines."""
         variables = os.environ | {STORE: self._store, NODES: str(nodes), STOP_FILE: str(self.relay.stop_file)}
+        variables[LEAD_COMMAND] = shlex.join(["python", "-m", "pipeline", *sys.argv[1:]])
         variables |= {ELASTIC: "1"} if elastic else {}
         # A session of its own: signals reach us alone, and we decide what becomes of them.
         self._process = subprocess.Popen(self._words, env=variables, start_new_session=True, preexec_fn=dies_with_parent())

@@ -15,6 +15,8 @@ import psutil
 STORE, NODES, ELASTIC = "LOCKSTEP_STORE", "LOCKSTEP_NODES", "LOCKSTEP_ELASTIC"
 # A file that is there once `lead` was told to stop.
 STOP_FILE = "LOCKSTEP_STOP_FILE"
+# What a person types to start `lead` again.
+LEAD_COMMAND = "LOCKSTEP_LEAD_COMMAND"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 

@@ -20,7 +20,7 @@ from pipeline.launch import outcome, supervisor
 from pipeline.launch.failures import FINAL_EXITS, Failure
 from pipeline.launch.node import Membership, Node
 from pipeline.launch.restarts import RestartPolicy
-from pipeline.process_tree import STORE, dvc_above
+from pipeline.process_tree import LEAD_COMMAND, STORE, dvc_above
 from pipeline.runs import checkpoints, status
 from pipeline.runs.copy_process import CopyProcess
 from pipeline.runs.status import StopRequested
@@ -217,6 +217,8 @@ class _Observer:
 
 def command_of(stage: str, paths: Paths) -> str:
     """What a person types to go on."""
+    if (lead := os.environ.get(LEAD_COMMAND)) and "\n" not in lead:
+        return lead
     return "dvc repro" if dvc_above() else f"python -m pipeline {stage} --params {shlex.quote(str(paths.params))}"
 
 

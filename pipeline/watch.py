@@ -50,9 +50,10 @@ def newest(runs: Path) -> Path:
 
 def so_far(journal: Path, total: int) -> str:
     """The newest of all figures, in one line."""
-    figures = {name: value for values in journals.metrics_by_step(journal).values() for name, value in values.items()}
+    steps = journals.metrics_by_step(journal)
+    figures = {name: value for values in steps.values() for name, value in values.items()}
     told = [f"{name} {figures[name]:,.4g}" for name in LAST if name in figures]
-    return f"step {journals.reached(journal, evaluated=False)} of {total}" + "".join(f", {one}" for one in told)
+    return f"step {max(steps, default=0)} of {total}" + "".join(f", {one}" for one in told)
 
 
 def status(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.config import Config, MachineError
-from pipeline.doctor import folders, hardware, mlflow, network, programs
+from pipeline.doctor import folders, hardware, mlflow, network, programs, storage
 from pipeline.doctor.finding import Finding, in_background
 from pipeline.files import Paths
 from pipeline.hardware.cgroup import memory_limit
@@ -68,6 +68,7 @@ def checks_of(config: Config, paths: Paths, leader: str | None, number: int) -> 
         "this machine's name": lambda: [network.own_name(socket.gethostname())],
         f"port {number}": lambda: [network.port(number)],
         "MLflow": lambda: [mlflow.store(tracking_uri(paths))],
+        "object storage": storage.copy,
     }
     # A copy of the package for one machine is without it.
     if find_spec("pipeline.cluster") is not None:

@@ -75,7 +75,7 @@ def one_line(doing: str) -> Generator[None]:
 class Place:
     """A run's place in a bucket."""
 
-    def __init__(self, bucket: str, prefix: str, run: str, progress: Callable[[int], None]):
+    def __init__(self, bucket: str, prefix: str, run: str, progress: Callable[[int], None] = lambda _: None):
         # Only here: who has no copy does not wait for this import.
         import boto3
         from boto3.s3.transfer import TransferConfig
