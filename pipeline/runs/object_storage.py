@@ -131,17 +131,27 @@ class Place:
     def replace_list(self, run: str, step: int, files: dict[str, str], before: Listed | None) -> Listed:
         """Put the list; Replaced if it is not the one from before any more."""
         content = json.dumps({"run": run, "step": step, "files": files}).encode()
+        place: Any = {"Bucket": self._bucket, "Key": self._prefix + LIST, "Body": content}
         unchanged = {"IfMatch": before.version} if before else {"IfNoneMatch": "*"}
         try:
-            done = self._client.put_object(Bucket=self._bucket, Key=self._prefix + LIST, Body=content, **unchanged)
+            done = self._client.put_object(**place, **unchanged)
         except self._error as error:
             if code_of(error) in ("PreconditionFailed", "ConditionalRequestConflict", "412", "409"):
                 raise Replaced from None
-            raise
+            if code_of(error) not in ("NotImplemented", "501"):
+                raise
+            # Some stores have no conditional requests.
+            if self.read_list() != before:
+                raise Replaced from None
+            done = self._client.put_object(**place)
         return Listed(run, step, files, done["ETag"])
 
     def remove_unlisted(self, listed: Listed) -> None:
-        """Remove what a sending that was cut off has left."""
+        """Remove what a sending that was cut off has left, as far as this is allowed."""
+        with contextlib.suppress(self._error):
+            self._remove_unlisted(listed)
+
+    def _remove_unlisted(self, listed: Listed) -> None:
         until = datetime.now(UTC) - timedelta(hours=UNLISTED_HOURS)
         kept, place = set(listed.files.values()), {"Bucket": self._bucket, "Prefix": f"{self._prefix}files/"}
         for page in self._client.get_paginator("list_objects_v2").paginate(**place):

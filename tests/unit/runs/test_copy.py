@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 
 from pipeline.config import MachineError
 from pipeline.files import write_checksummed_json
@@ -160,6 +161,30 @@ def test_what_was_never_listed_is_removed_by_the_next_start(storage: Storage, tm
     assert key not in storage.names()
     assert not storage.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads")
     assert listed(storage).step == 10
+
+
+def test_a_store_without_conditional_requests_is_asked_before(storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = Run(tmp_path / "a").reach(10), Run(tmp_path / "b").reach(10).reach(20)
+    for run in (before, after):
+        refuse_conditions(run.copy, monkeypatch)
+    before.copy.send()
+    after.copy.send()
+    with pytest.raises(Refused, match="another start of this run sends its copy now"):
+        before.reach(20).reach(30).copy.send()
+    assert listed(storage).step == 20
+
+
+def refuse_conditions(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer of such a store, which moto gives to nothing."""
+    client = copy._place._client
+    put = client.put_object
+
+    def answer(**request: Any) -> Any:
+        if {"IfMatch", "IfNoneMatch"} & set(request):
+            raise ClientError({"Error": {"Code": "NotImplemented", "Message": "a header is not implemented"}}, "PutObject")
+        return put(**request)
+
+    monkeypatch.setattr(client, "put_object", answer)
 
 
 def test_a_checkpoint_of_several_parts_comes_back_whole(storage: Storage, tmp_path: Path) -> None:
