@@ -66,7 +66,7 @@ class Run:
 
 def listed(storage: Storage) -> Listed:
     """The list, all of whose objects are there."""
-    found = Place(BUCKET, "copies", RUN, lambda _: None).read_list()
+    found = Place(BUCKET, "copies", RUN).read_list()
     assert found is not None
     assert {f"copies/{RUN}/{name}" for name in found.files.values()} <= storage.names()
     return found
@@ -161,6 +161,13 @@ def test_what_was_never_listed_is_removed_by_the_next_start(storage: Storage, tm
     assert key not in storage.names()
     assert not storage.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads")
     assert listed(storage).step == 10
+
+
+def test_no_process_removes_what_another_has_uploaded(storage: Storage) -> None:
+    one, other = Place(BUCKET, "copies", RUN), Place(BUCKET, "copies", RUN)
+    names = [place.upload("0" * 64, b"the same") for place in (one, other)]
+    one.remove(names[0])
+    assert storage.names() == {f"copies/{RUN}/{names[1]}"}
 
 
 def test_a_store_without_conditional_requests_is_asked_before(storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
