@@ -106,7 +106,7 @@ def copied(folder: Path, pairs: int) -> dict[str, list[list[float]]]:
         port = free.getsockname()[1]
     server = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)]
     keys = {"AWS_ACCESS_KEY_ID": "name", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
-    # Nobody has it on the machine that trains.
+    # It would run on another machine: here it is not to take the ranks' time.
     store = subprocess.Popen(["nice", "-n", "19", *server], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     training, order = Training(folder, epochs=4), ["none", "taking", "black-holed"]
     found: dict[str, list[list[float]]] = {name: [] for name in order}

@@ -55,8 +55,9 @@ def beside_a_training() -> Event:
         signal.signal(number, signal.SIG_IGN)
     os.nice(19)
     if sys.platform == "linux":
-        # A process that wakes up does not interrupt a rank, and gets its share later.
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        # When it wakes up it does not interrupt a rank, and gets its share later. A sandbox may not allow that.
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     closed = Event()
     Thread(target=lambda: (sys.stdin.read(), closed.set()), daemon=True).start()
     return closed

@@ -19,10 +19,10 @@ def run(config: Config, paths: Paths) -> int:
     code = 0
     configured()
     server_and_credentials(paths)
-    for journal in sorted(paths.runs.glob("*/journal.jsonl")):
+    journals = sorted(paths.runs.glob("*/journal.jsonl"))
+    for journal in journals:
         try:
             error = _mirrored(journal.parent, paths)
-            code = MachineError.exit_code if _copied(journal.parent) else code
         except (MachineError, OSError) as refused:
             # The others may be sound.
             error = describe(refused, str(journal.parent)) if isinstance(refused, OSError) else str(refused)
@@ -31,7 +31,9 @@ def run(config: Config, paths: Paths) -> int:
         if error and UNANSWERED in error:
             # Nor will it answer for the others.
             break
-    return code
+    # Also where MLflow is deaf: it is another server.
+    lacking = [journal for journal in journals if _copied(journal.parent)]
+    return MachineError.exit_code if lacking else code
 
 
 def _copied(run: Path) -> str | None:
@@ -41,9 +43,8 @@ def _copied(run: Path) -> str | None:
     try:
         with run_lock(run / "lock"):
             return copy_process.complete(run, log.info)
-    except MachineError as running:
-        # It sends its copy itself.
-        log.info("%s", running)
+    except MachineError:
+        # It runs, and sends its copy itself.
         return None
 
 

@@ -9,6 +9,7 @@ import pytest
 from pipeline import watch
 from pipeline.config import Config, ConfigError
 from pipeline.files import Paths
+from pipeline.tracking.journal import Journal
 from tests.kit.experiment import LONGER, Experiment
 from tests.kit.finished import finish, pretend
 from tests.kit.trainings import wait_for_step
@@ -60,3 +61,11 @@ def test_a_finished_run_is_told_and_nothing_is_waited_for(
 def test_no_run_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run is there; run: python -m pipeline train"):
         watch.run(Config(), Paths(tmp_path / "params.yaml"), None)
+
+
+def test_the_step_of_an_evaluated_run_is_its_last_and_not_that_of_its_best_model(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    for step, values in ((10, {"validation/accuracy": 0.9}), (20, {"validation/accuracy": 0.8}), (10, {"test/accuracy": 0.7})):
+        journal.event("metrics", step=step, values=values)
+    journal.close()
+    assert watch.so_far(tmp_path / "journal.jsonl", 20) == "step 20 of 20, validation/accuracy 0.8, test/accuracy 0.7"

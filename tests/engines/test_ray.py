@@ -119,6 +119,13 @@ def words_of(process: psutil.Process) -> list[str]:
 
 
 @pytest.mark.fault(29, "`ray job stop` of two machines, with 60 s for it; then submitted again")
+def test_a_command_that_cannot_start_is_4_and_one_line(ray: Ray) -> None:
+    driver = ray.drive("--nodes", "2", "--folder", "/nowhere", "--", "true")
+    said, _ = driver.communicate(timeout=60)
+    assert driver.returncode == 4, said
+    assert "the command cannot be started on a machine: " in said and "see --folder" in said
+
+
 def test_a_stopped_job_ends_with_75_and_submitted_again_in_the_bits_of_one_machine(
     ray: Ray, baseline: Experiment, experiment: Experiment, record_property: Note
 ) -> None:
