@@ -4,7 +4,6 @@ import contextlib
 import json
 import re
 import shutil
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -132,10 +131,7 @@ def test_storage_that_fails_costs_a_training_nothing_but_a_line(
     assert "To send the rest: python -m pipeline sync --params" in done
     same_figures(experiment, baseline)
     proxy.mode, proxy.slow_seconds = "slow", 1.0
-    # Another server than MLflow's, which is deaf.
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        told = experiment.run("sync", expect=4, **variables, MLFLOW_TRACKING_URI=f"http://127.0.0.1:{deaf.getsockname()[1]}")
-    assert "the copy has all of it" in told
+    assert "the copy has all of it" in experiment.run("sync", **variables)
     proxy.close()
     assert copied_step(storage) == status(experiment)["step"]
     record_property("happened", "75 and 0, a line each; sync completes the copy once storage takes it")
