@@ -5,7 +5,7 @@ READY := .venv/.ready
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup repro test test-all test-systems test-engines test-fast engines lint lock audit golden pictures faults chaos mutate fuzz bench bench-gpu up ui
+.PHONY: help setup repro test test-all test-hard test-systems test-engines test-fast engines lint lock audit golden pictures faults chaos mutate fuzz bench bench-gpu up ui
 
 help: ## print this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,7 +25,7 @@ repro: $(READY) ## set up, then prepare, train and evaluate
 
 # By what they start: ranks and commands; faults and containers; another Debian and an image from nothing.
 FAST := not slow and not docker and not gpu
-PYTEST := python -m pytest --durations=15
+PYTEST := python -m pytest --durations=15 --no-fold-skipped
 # A worker for each core, four at most; the tests of a file stay together. In test-all workers take single tests from each other.
 WORKERS := -n logical --maxprocesses=4 --dist
 PARALLEL := $(WORKERS) loadfile
@@ -36,7 +36,10 @@ test: $(READY) ## set up, then the tests that need neither containers nor long c
 	@$(PYTEST) $(PARALLEL) -m "$(FAST)" && $(PYTEST) $(WAITING) -m "slow and not (fault or chaos or docker or gpu or system or engine or slurm)"
 
 test-all: test ## the same, then faults, containers and chaos
-	@$(PYTEST) $(WORKERS) worksteal -m "(docker or slow and (fault or chaos)) and not (gpu or system or engine or slurm)" && $(PYTEST) -m gpu tests/ranks
+	@$(MAKE) --no-print-directory test-hard
+
+test-hard: $(READY) ## GPUs, if there are some; faults, containers and chaos
+	@$(PYTEST) -m gpu tests/ranks; gpu=$$?; $(PYTEST) $(WORKERS) worksteal -m "(docker or slow and (fault or chaos)) and not (gpu or system or engine or slurm)" && exit $$gpu
 
 test-systems: $(READY) ## another Debian, with another Python; an image built without a cache
 	@LOCKSTEP_NO_SKIPS=1 $(PYTEST) -m system
@@ -117,4 +120,4 @@ IN := .
 PORT := 5000
 
 ui: $(READY) ## MLflow's UI on the local store, on 127.0.0.1:5000; IN=FOLDER names another store's folder, PORT=NUMBER another port
-	@cd "$(IN)" && MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false exec mlflow server --host 127.0.0.1 --port $(PORT) --backend-store-uri sqlite:///mlflow.db --artifacts-destination mlartifacts
+	@cd "$(IN)" && MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false exec mlflow server --host 127.0.0.1 --port $(PORT) --workers 1 --backend-store-uri sqlite:///mlflow.db --artifacts-destination mlartifacts

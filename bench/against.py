@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import statistics
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -13,7 +12,8 @@ from typing import Any
 import yaml
 
 from bench.silent import mean_speed
-from pipeline.data.fashion_mnist import DIGESTS
+from pipeline.data import fashion_mnist
+from pipeline.hardware import machine
 from pipeline.launch.agent_command import environment
 from pipeline.launch.node import Node
 from pipeline.tracking.journal import read
@@ -23,6 +23,9 @@ ROOT = Path(__file__).parents[1]
 PEERS = ROOT / ".venv" / "peers"
 RANKS, BATCH_PER_RANK = 2, 128
 LOOPS = {"examples": "examples.py", "accelerate": "with_accelerate.py", "lightning": "with_lightning.py"}
+PRODUCT, INDEPENDENT, PLAIN = "product", "independent lanes", "plain torch"
+# Prepared once, trained again and again.
+WRITTEN = ("receipt.json", "journal.jsonl", "mirror.json", "checkpoints/*")
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,12 @@ class Model:
     name: str
     steps: int
     warm: int
+    batch: int = BATCH_PER_RANK
 
 
-MODELS = {one.name: one for one in (Model("lenet", 200, 10), Model("resnet18", 12, 2), Model("torchvision:mobilenet_v3_small", 30, 4))}
+MODELS = {
+    one.name: one for one in (Model("lenet", 200, 10), Model("resnet18", 8, 2, 64), Model("torchvision:mobilenet_v3_small", 30, 4, 64))
+}
 
 
 @dataclass
@@ -43,10 +49,12 @@ class Contest:
 
     model: Model
     scratch: Path
+    precisions: tuple[str, ...]
     speeds: dict[str, list[float]] = field(default_factory=dict)
 
     def arms(self) -> list[str]:
-        return [f"{kind}, {precision}" for kind in ("product", "independent lanes") for precision in ("bf16", "fp32")] + list(LOOPS)
+        ours = [f"{kind}, {precision}" for precision in self.precisions for kind in (PRODUCT, INDEPENDENT)]
+        return [*ours, PLAIN, *LOOPS]
 
     def round(self, number: int) -> None:
         """Measure every arm once; every other round the other way round."""
@@ -55,10 +63,12 @@ class Contest:
 
     def measured(self, arm: str) -> float:
         kind, _, precision = arm.partition(", ")
-        if kind == "product":
+        if kind == PRODUCT:
             return self.product(precision)
-        if kind.startswith("independent"):
-            return said([sys.executable, str(ROOT / "bench" / "independent.py"), str(self.job(precision)), str(self.model.steps)])
+        if kind in (INDEPENDENT, PLAIN):
+            plain = ["--plain"] if kind == PLAIN else []
+            words = [str(ROOT / "bench" / "independent.py"), str(self.job(precision or "fp32")), str(self.model.steps), *plain]
+            return speed_in(output([sys.executable, *words]))
         return self.loop(LOOPS[arm])
 
     def folder(self, precision: str) -> Path:
@@ -67,11 +77,12 @@ class Contest:
         if not folder.exists():
             folder.mkdir()
             steps = self.model.warm + self.model.steps
-            images = min(60000, -(-steps * RANKS * BATCH_PER_RANK * 10 // 9) + 256)
+            images = min(60000, -(-steps * RANKS * self.model.batch * 10 // 9) + 256)
             values: dict[str, Any] = {
                 "data": {"name": f"fashion-mnist:{images}", "root": str(self.scratch / "FashionMNIST" / "raw")},
                 "model": {"name": self.model.name},
                 "train": {"epochs": 1, "precision": precision},
+                "dist": {"batch_size_per_gpu": self.model.batch},
                 "tracking": {"log_every_steps": max(1, self.model.warm // 2)},
             }
             (folder / "params.yaml").write_text(yaml.safe_dump(values))
@@ -92,65 +103,82 @@ class Contest:
     def product(self, precision: str) -> float:
         """Train as a user would, with journal, MLflow and checkpoints."""
         folder = self.folder(precision)
-        for pattern in ("receipt.json", "journal.jsonl", "mirror.json", "checkpoints/*"):
-            for old in (folder / "runs").glob(f"*/{pattern}"):
-                old.unlink()
+        forget(folder)
         self.pipeline("train", folder)
         (journal,) = folder.glob("runs/*/journal.jsonl")
         return mean_speed([line["values"] for line in read(journal) if "train/images_per_second" in line.get("values", {})])
 
     def loop(self, script: str) -> float:
-        work = {"root": str(self.scratch), "model": self.model.name, "side": 28, "batch": BATCH_PER_RANK}
+        work = {"root": str(self.scratch), "model": self.model.name, "side": 28, "batch": self.model.batch}
         work |= {"warm": self.model.warm, "steps": self.model.steps, "workers": 0}
-        return torchrun(ROOT / "bench" / "peers" / script, json.dumps(work))
+        return speed_in(torchrun(ROOT / "bench" / "peers" / script, json.dumps(work)))
+
+    def shares(self) -> dict[str, float]:
+        """Every part's share of a step's time."""
+        job = self.job(self.precisions[0])
+        forget(job.parents[4])
+        return json.loads(torchrun(ROOT / "bench" / "parts.py", str(job)).splitlines()[-1])
+
+    def ratios(self) -> dict[str, list[float]]:
+        """What the page states, round by round."""
+        pairs: dict[str, tuple[str, str]] = {}
+        for precision in self.precisions:
+            ours = f"{PRODUCT}, {precision}"
+            pairs |= {f"{ours} / {other}": (ours, other) for other in (f"{INDEPENDENT}, {precision}", *LOOPS)}
+            pairs[f"{INDEPENDENT}, {precision} / {PLAIN}"] = f"{INDEPENDENT}, {precision}", PLAIN
+        return {
+            name: [one / other for one, other in zip(self.speeds[left], self.speeds[right], strict=True)]
+            for name, (left, right) in pairs.items()
+        }
 
 
-def torchrun(script: Path, argument: str) -> float:
+def forget(folder: Path) -> None:
+    """Remove what a training has written: the next one begins at its first step."""
+    for old in [path for pattern in WRITTEN for path in (folder / "runs").glob(f"*/{pattern}")]:
+        old.unlink()
+
+
+def torchrun(script: Path, argument: str) -> str:
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", str(script), argument]
-    return said(words, environment(Node(RANKS, 1)) | {"PYTHONPATH": str(PEERS), "PYTHONWARNINGS": "ignore"})
+    return output(words, environment(Node(RANKS, 1)) | {"PYTHONPATH": f"{ROOT}:{PEERS}", "PYTHONWARNINGS": "ignore"})
 
 
-def said(words: list[str], variables: dict[str, str] | None = None) -> float:
-    """The figure that a command prints as its last line."""
+def output(words: list[str], variables: dict[str, str] | None = None) -> str:
+    """What a command prints."""
     done = subprocess.run(words, env=variables or dict(os.environ), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (line,) = [one for one in done.stdout.splitlines() if one.startswith('{"images')]
+    return done.stdout
+
+
+def speed_in(said: str) -> float:
+    """The one line with a speed."""
+    (line,) = [one for one in said.splitlines() if one.startswith('{"images')]
     return float(json.loads(line)["images_per_second"])
 
 
-def unpack(raw: Path, scratch: Path) -> None:
+def install_peers() -> None:
+    """Install Accelerate and Lightning where only their loops find them."""
+    lock, done = ROOT / "bench" / "peers" / "requirements.lock", PEERS / ".ready"
+    if not done.exists() or done.stat().st_mtime < lock.stat().st_mtime:
+        words = ["install", "--quiet", "--no-deps", "--require-hashes", "--upgrade", "--target", str(PEERS), "--requirement", str(lock)]
+        subprocess.run([sys.executable, "-m", "pip", *words], check=True)
+        done.touch()
+
+
+def unpack(scratch: Path) -> None:
     """Fashion-MNIST as torchvision's own data set reads it."""
     folder = scratch / "FashionMNIST" / "raw"
     folder.mkdir(parents=True, exist_ok=True)
-    for name in DIGESTS:
-        (folder / name).write_bytes(gzip.decompress((raw / f"{name}.gz").read_bytes()))
+    found = fashion_mnist.find(ROOT / "data" / "raw" / "fashion-mnist")
+    for name in fashion_mnist.DIGESTS:
+        (folder / name).write_bytes(gzip.decompress((found / f"{name}.gz").read_bytes()))
 
 
-def ratios(speeds: dict[str, list[float]]) -> dict[str, list[float]]:
-    """What the page states, round by round."""
-    pairs = {
-        f"product, {precision} / independent lanes": (f"product, {precision}", f"independent lanes, {precision}")
-        for precision in ("bf16", "fp32")
-    }
-    pairs |= {f"product, {precision} / {loop}": (f"product, {precision}", loop) for precision in ("bf16", "fp32") for loop in LOOPS}
-    return {name: [one / other for one, other in zip(speeds[left], speeds[right], strict=True)] for name, (left, right) in pairs.items()}
-
-
-def main() -> None:
-    """`python -m bench.against SCRATCH RAW ROUNDS MODEL…`"""
-    scratch, raw, rounds, names = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
-    scratch.mkdir(exist_ok=True)
-    unpack(raw, scratch)
-    for name in names:
-        contest = Contest(MODELS[name], scratch)
-        for number in range(rounds):
-            contest.round(number)
-            print(number, {arm: round(values[-1]) for arm, values in contest.speeds.items()}, flush=True)
-        for what, values in [*contest.speeds.items(), *ratios(contest.speeds).items()]:
-            print(
-                f"  {name}: {what:<44} median {statistics.median(values):>9,.2f}  {min(values):,.2f} to {max(values):,.2f}  n={len(values)}"
-            )
-
-
-if __name__ == "__main__":
-    main()
+def contest(name: str, scratch: Path, rounds: int) -> Contest:
+    """Measure all arms of a model; bf16 where this machine computes in it."""
+    precisions = ("bf16", "fp32") if machine.detect().cpu_has_bf16 else ("fp32",)
+    found = Contest(MODELS[name], scratch, precisions)
+    for number in range(rounds):
+        found.round(number)
+        print(f"  round {number + 1}:", {arm: round(values[-1]) for arm, values in found.speeds.items()}, file=sys.stderr, flush=True)
+    return found

@@ -22,6 +22,7 @@ from mlflow import MlflowClient
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.arguments import add_parts  # noqa: E402
 from bench.trial import COUNTER, EXPERIMENT, Lockstep, Plain, Trial, kill_tree, spawn  # noqa: E402
 from pipeline.training.checkpoint_file import weights_sha256  # noqa: E402
 
@@ -201,8 +202,8 @@ def told(trial: Trial, left_alone: Reference) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The same faults done to a plain torchrun script and to Lockstep.")
-    parser.add_argument("cases", nargs="*", metavar="CASE", choices=CASES, help=f"of {', '.join(CASES)}; all if none is named")
-    wanted = parser.parse_args().cases
+    add_parts(parser, CASES, "CASE")
+    wanted = parser.parse_args().parts
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
@@ -225,7 +226,7 @@ def main() -> None:
                 flush=True,
             )
         print("\n| case | what was done | plain torchrun + torch.save | Lockstep |\n|---|---|---|---|")
-        for case in wanted or CASES:
+        for case in wanted:
             what, hurt, train = CASES[case]
             cells = [result(hurt(Trial(side, scratch, case, **train)), alone[side.name]) for side in sides]
             print(f"| {case} | {what} | {cells[0]} | {cells[1]} |", flush=True)

@@ -19,14 +19,15 @@ import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import torch
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.run import torchrun  # noqa: E402
+from bench import outcomes  # noqa: E402
+from bench.arguments import add_parts  # noqa: E402
+from bench.jobs import torchrun  # noqa: E402
 from pipeline.hardware import machine  # noqa: E402
 
 RANKS = "tests/ranks/"
@@ -52,7 +53,7 @@ LIMIT_SECONDS = 590
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What a GPU must show, in parts of ten minutes at most.")
-    parser.add_argument("parts", nargs="*", metavar="PART", choices=[*TESTS, *STEPS], help=f"of {', '.join([*TESTS, *STEPS])}; all if none")
+    add_parts(parser, [*TESTS, *STEPS])
     parser.add_argument(
         "--out", type=Path, default=Path("gpu-results.json"), help="a file for the results; parts are added (gpu-results.json)"
     )
@@ -62,7 +63,7 @@ def main() -> None:
         sys.exit("bench/gpu.py: torch sees no GPU here; --rehearse runs it on the CPU")
     results = json.loads(wanted.out.read_text()) if wanted.out.exists() else {}
     failed = False
-    for part in wanted.parts or [*TESTS, *STEPS]:
+    for part in wanted.parts:
         started_at = time.monotonic()
         found = tests(part, wanted) if part in TESTS else steps(part, wanted)
         result = {"part": part, "seconds": round(time.monotonic() - started_at, 1), "machine": facts(wanted.rehearse)} | found
@@ -74,9 +75,11 @@ def main() -> None:
 
 def facts(rehearsal: bool) -> dict[str, Any]:
     """Where this ran."""
-    started_at = time.monotonic()
+    # In a process of its own: here torch may have opened the driver already.
+    timed = "import time; from pipeline.hardware import machine; at = time.monotonic(); machine.detect(); print(time.monotonic() - at)"
+    seconds = float(subprocess.run([sys.executable, "-c", timed], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
     here = machine.detect()
-    found: dict[str, Any] = {"seconds to detect": round(time.monotonic() - started_at, 3), "python": platform.python_version()}
+    found: dict[str, Any] = {"seconds to detect": round(seconds, 3), "python": platform.python_version()}
     found |= {"torch": torch.__version__, "gpus": here.gpus, "cpu": here.cpu, "rehearsal": rehearsal}
     if not rehearsal:
         found |= {"cudnn": torch.backends.cudnn.version(), "nccl": torch.cuda.nccl.version(), "driver": here.driver}
@@ -96,10 +99,11 @@ def variables(wanted: argparse.Namespace) -> dict[str, str]:
 
 def tests(part: str, wanted: argparse.Namespace) -> dict[str, Any]:
     """Run the tests of a part; what each proves, and how it ended."""
-    report = Path(tempfile.mkdtemp()) / "report.xml"
-    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not docker", "-W", "default", f"--junitxml={report}", *TESTS[part]]
+    report = Path(tempfile.mkdtemp()) / "outcomes"
+    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not docker", "-W", "default", "-p", "bench.outcomes", *TESTS[part]]
+    environment = variables(wanted) | {outcomes.FILE: str(report)}
     with (report.with_suffix(".log")).open("w+") as log:
-        process = subprocess.Popen(words, cwd=ROOT, env=variables(wanted), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             code: int | str = process.wait(LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -107,43 +111,43 @@ def tests(part: str, wanted: argparse.Namespace) -> dict[str, Any]:
         # With its ranks.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
         log.seek(0)
         said = log.read()[-4000:]
-    found = [ending(case) for case in ElementTree.parse(report).iter("testcase")] if report.exists() else []
+    # A last line without an end was cut off.
+    found = [json.loads(line) for line in report.read_text().split("\n")[:-1]] if report.exists() else []
     shutil.rmtree(report.parent)
     well = code in (0, 1) and found
     return {"tests": found} | ({} if well else {"error": f"pytest ended with {code} and {len(found)} tests", "output": said})
 
 
-def ending(case: ElementTree.Element) -> dict[str, Any]:
-    """One test: what it proves, its outcome, what it recorded."""
-    properties = {one.get("name"): one.get("value") for one in case.iter("property")}
-    problem = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
-    return {
-        "proves": properties.pop("proves", ""),
-        "test": case.get("name"),
-        "outcome": "passed" if problem is None else problem.tag,
-        "seconds": float(case.get("time", 0)),
-        "recorded": properties,
-        "said": "" if problem is None else (problem.get("message") or "")[:2000],
-    }
-
-
 def steps(part: str, wanted: argparse.Namespace) -> dict[str, Any]:
     """Figures of the product's steps and of hand-written loops, in turn."""
-    model, rounds, seconds = STEPS[part] if not wanted.rehearse else (part, 2, "0.3")
+    model, rounds, seconds = STEPS[part] if not wanted.rehearse else (part, 1, "0.3")
     os.environ |= variables(wanted)
+    started_at = time.monotonic()
     speeds: dict[str, list[float]] = defaultdict(list)
     others: dict[str, Any] = {}
     for index in range(rounds):
         for side in ("product", "by hand") if index % 2 else ("by hand", "product"):
             try:
-                found = json.loads(torchrun("gpu_steps.py", model, side, seconds, ranks=1).splitlines()[-1])
+                left = LIMIT_SECONDS - (time.monotonic() - started_at)
+                found = json.loads(torchrun("gpu_steps.py", model, side, seconds, ranks=1, limit_seconds=left).splitlines()[-1])
             except subprocess.CalledProcessError as error:
                 return {"error": f"{side} failed", "output": error.stderr[-4000:]}
+            except subprocess.TimeoutExpired:
+                if index == 0:
+                    return {"error": f"not done after {LIMIT_SECONDS} s", "output": ""}
+                # What whole rounds have shown stands.
+                return measured({name: values[:index] for name, values in speeds.items()}, others)
             for name, speed in found.pop("images_per_second").items():
                 speeds[name].append(speed)
             others[side] = found
+    return measured(speeds, others)
+
+
+def measured(speeds: dict[str, list[float]], others: dict[str, Any]) -> dict[str, Any]:
+    """Every speed, and its ratio to the loops by hand of the same round."""
     ratios = {name: [one / other for one, other in zip(values, speeds["by hand"], strict=True)] for name, values in speeds.items()}
     tables = {"images_per_second": speeds, "to by hand": ratios}
     return {"figures": {title: {name: summary(values) for name, values in table.items()} for title, table in tables.items()} | others}

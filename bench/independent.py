@@ -1,6 +1,7 @@
 """What the arithmetic alone allows: processes that know nothing of each other compute a rank's lanes and updates each.
 
 No network, no reader, no tracking: `python bench/independent.py JOB STEPS`, on a prepared experiment's images, which stand ready.
+With `--plain` they compute as torch does by itself: a rank's part of a batch at once, in torch's memory order, in fp32.
 """
 
 import json
@@ -24,25 +25,34 @@ from pipeline.data.order import HOST, Order
 from pipeline.job import Job
 from pipeline.parallel.lanes import Task, scaled
 from pipeline.training import schedule, train_rank
+from pipeline.training.memory import keep_freed_memory
 
 WARM_STEPS = 3
 
 
-def compute(number: int, job: Job, steps: int, together: Any) -> None:
+def compute(number: int, job: Job, steps: int, plain: bool, together: Any) -> None:
     """What rank `number` computes in so many steps."""
     config = job.config
-    train_rank.fix_bits(config.dist.threads_per_rank)
+    if plain:
+        torch.set_num_threads(config.dist.threads_per_rank)
+    else:
+        train_rank.fix_bits(config.dist.threads_per_rank)
+        keep_freed_memory()
     manifest, split = store.read_manifest(job.prepared), store.open_split(job.prepared, "train")
     model = train_rank.build_model(job, manifest, HOST).train()
     pixels = Pixels(manifest.mean, manifest.std, HOST)
     order = Order(config.seed, len(split.labels), config.dist.images_per_step, config.dist.pieces)
-    reader = train_rank.batches(job, split, pixels, order, hold=True)
+    reader = train_rank.batches(job, split, pixels, order, True, manifest.mean)
     first = sum(config.dist.pieces_per_rank[:number])
     own = range(first, first + config.dist.pieces_per_rank[number])
     ready: dict[tuple[int, int], tuple[Tensor, Tensor]] = {
         (step, lane): reader.lane(step, lane) for step in range(WARM_STEPS + steps) for lane in own
     }
-    dtype = schedule.autocast_dtype(job.precision)
+    if plain:
+        model = model.to(memory_format=torch.contiguous_format)  # pyright: ignore
+        ready = {(step, 0): at_once([ready[step, lane] for lane in own]) for step in range(WARM_STEPS + steps)}
+        own = range(1)
+    dtype = None if plain else schedule.autocast_dtype(job.precision)
     task = Task(
         model,
         lambda step, lane: ready[step, lane],
@@ -62,13 +72,19 @@ def compute(number: int, job: Job, steps: int, together: Any) -> None:
     together.wait()
 
 
+def at_once(lanes: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Several lanes as one batch, in torch's memory order."""
+    images, labels = zip(*lanes, strict=True)
+    return torch.cat(images).contiguous(memory_format=torch.contiguous_format), torch.cat(labels)
+
+
 def main() -> None:
-    job, steps = jobs.read(Path(sys.argv[1])), int(sys.argv[2])
-    context = processes.get_context("spawn")
-    together = context.Barrier(job.config.dist.world_size + 1)
-    ranks = processes.start_processes(compute, (job, steps, together), job.config.dist.world_size, join=False, start_method="spawn")
+    job, steps, plain = jobs.read(Path(sys.argv[1])), int(sys.argv[2]), "--plain" in sys.argv
+    context, size = processes.get_context("spawn"), job.config.dist.world_size
+    together = context.Barrier(size + 1)
+    ranks = processes.start_processes(compute, (job, steps, plain, together), size, join=False, start_method="spawn")
     try:
-        together.wait()
+        together.wait(120)
         started_at = time.monotonic()
         together.wait()
     except BrokenBarrierError:

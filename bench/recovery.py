@@ -1,5 +1,6 @@
 """What a deaf MLflow and a copy in object storage cost a step and an exit, and a killed rank until the next step: `bench/run.py`."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -8,9 +9,11 @@ import struct
 import subprocess
 import sys
 import time
-import urllib.request
+from bisect import bisect
+from http.server import BaseHTTPRequestHandler
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import psutil
 import yaml
@@ -23,19 +26,20 @@ from pipeline.tracking.journal import last
 ROOT = Path(__file__).parents[1]
 # The time of every optimizer step of local rank 0 and its process, eight bytes each.
 CLOCK = STEP_HOOK.replace("WHAT", 'time.monotonic_ns().to_bytes(8, "little") + os.getpid().to_bytes(8, "little")')
-SETTINGS = {"data": {"name": "synthetic:60000"}, "dist": {"lanes": 2}}
 
 
 class Training:
     """One experiment in a folder, timed step by step."""
 
-    def __init__(self, folder: Path, epochs: int, seed: int = 1):
+    def __init__(self, folder: Path, epochs: int, images: int = 60000, batch: int = 128, every_steps: int = 200):
         self.folder, self.steps_file = folder, folder / "steps"
         folder.mkdir(exist_ok=True)
         (folder / "hook").mkdir(exist_ok=True)
         (folder / "hook" / "sitecustomize.py").write_text(CLOCK)
         self.params = folder / "params.yaml"
-        self.params.write_text(yaml.safe_dump(SETTINGS | {"seed": seed, "train": {"epochs": epochs}}))
+        settings: dict[str, Any] = {"data": {"name": f"synthetic:{images}"}, "dist": {"lanes": 2, "batch_size_per_gpu": batch}}
+        settings |= {"train": {"epochs": epochs}, "checkpoint": {"every_steps": every_steps}}
+        self.params.write_text(yaml.safe_dump(settings))
         if not (folder / "data").exists():
             subprocess.run(self._command("prepare"), cwd=ROOT, env=self._variables(), check=True, capture_output=True)
 
@@ -48,19 +52,28 @@ class Training:
 
     def start(self, **variables: str) -> "subprocess.Popen[bytes]":
         self.steps_file.unlink(missing_ok=True)
+        self._forget()
+        return subprocess.Popen(self._command("train"), cwd=ROOT, env=self._variables() | variables, stderr=subprocess.DEVNULL)
+
+    def _forget(self) -> None:
         for pattern in ("receipt.json", "journal.jsonl", "mirror.json", "checkpoints/*"):
             for old in (self.folder / "runs").glob(f"*/{pattern}"):
                 old.unlink()
-        return subprocess.Popen(self._command("train"), cwd=ROOT, env=self._variables() | variables, stderr=subprocess.DEVNULL)
 
     def silent(self) -> None:
         """The same ranks without journal and mirror."""
         self.steps_file.unlink(missing_ok=True)
         job = max((self.folder / "runs").glob("*/logs/*/job.json"))
-        for old in (self.folder / "runs").glob("*/checkpoints/*"):
-            old.unlink()
+        self._forget()
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(ROOT / "bench" / "silent.py")]
         subprocess.run([*words, str(job)], env=environment(Node(2, 1)) | self._variables(), check=True, capture_output=True)
+
+    def bare(self) -> "subprocess.Popen[bytes]":
+        """The same steps as a hand-written script takes them."""
+        self.steps_file.unlink(missing_ok=True)
+        job = max((self.folder / "runs").glob("*/logs/*/job.json"))
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(ROOT / "bench" / "bare.py")]
+        return subprocess.Popen([*words, str(job)], env=environment(Node(2, 1)) | self._variables(), stderr=subprocess.DEVNULL)
 
     def steps(self) -> list[tuple[float, int]]:
         """When each step was done, in seconds, and by which process."""
@@ -71,6 +84,15 @@ class Training:
         """The seconds between steps; the first ones and those with a validation left out."""
         found = [after - before for before, after in pairwise(at for at, _ in self.steps())]
         return [gap for index, gap in enumerate(found, 1) if index > 20 and index % per_epoch]
+
+    def parted(self, per_epoch: int, turns: list[float]) -> tuple[list[float], list[float]]:
+        """The same after the first of these moments, and those between even ones and the next apart; what holds a moment is left out."""
+        parts: tuple[list[float], list[float]] = [], []
+        for index, (before, after) in enumerate(pairwise(at for at, _ in self.steps()), 1):
+            turn = bisect(turns, before)
+            if turn and turn == bisect(turns, after) and index % per_epoch:
+                parts[turn % 2].append(after - before)
+        return parts
 
 
 def p99(seconds: list[float]) -> float:
@@ -100,46 +122,66 @@ def deaf(folder: Path, pairs: int) -> tuple[dict[str, list[list[float]]], list[f
     return found, late
 
 
-def copied(folder: Path, pairs: int) -> dict[str, list[list[float]]]:
-    """The seconds between steps without a copy, with one, and with a store that stops answering after the start, in turn."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    server = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)]
-    keys = {"AWS_ACCESS_KEY_ID": "name", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
-    # It would run on another machine: here it is not to take the ranks' time.
-    store = subprocess.Popen(["nice", "-n", "19", *server], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    training, order = Training(folder, epochs=4), ["none", "taking", "black-holed"]
-    found: dict[str, list[list[float]]] = {name: [] for name in order}
-    for index in range(pairs):
-        # Another prefix each time: what is there would be fetched.
-        for name in order if index % 2 else order[::-1]:
-            where = {"LOCKSTEP_COPY": f"s3://bench/{index}-{name}", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
-            while index == 0 and store.poll() is None and not made(port):
-                time.sleep(0.2)
-            process = training.start(**(keys | where if name != "none" else {}))
-            if name == "black-holed":
-                wait_for(training, 20)
-                store.send_signal(signal.SIGSTOP)
-            assert process.wait() == 0
-            store.send_signal(signal.SIGCONT)
-            found[name].append(training.gaps(per_epoch=54000 // 256))
+def copied(folder: Path, rounds: int) -> dict[str, list[tuple[list[float], list[float]]]]:
+    """The seconds between steps with a copy being kept and without, for a store that takes it, is down, answers late or with errors.
+
+    Without: for every other three seconds of the same training, the copying process is stopped. In the end nothing is copied at all,
+    which shows what these figures can tell.
+    """
+    # Of the tests, which need boto3; a machine for `gpu.py` has none.
+    from tests.kit.servers import Proxy
+    from tests.kit.storage import BUCKET, Storage
+
+    class Elsewhere(Proxy):
+        """As if it were on another machine: it is not to take the ranks' time."""
+
+        def answer(self, asked: BaseHTTPRequestHandler) -> None:
+            # Of this thread alone, on Linux.
+            os.setpriority(os.PRIO_PROCESS, 0, 19)
+            # Whoever has waited too long is gone.
+            with contextlib.suppress(OSError):
+                super().answer(asked)
+
+    store = Storage()
+    os.setpriority(os.PRIO_PROCESS, store.pid, 19)
+    proxy, training = Elsewhere(store.uri), Training(folder, epochs=3, batch=32, every_steps=50)
+    modes = {"takes it": "pass", "is down": "hole", "answers after 3 s": "slow", "answers with errors": "500", "is not used": ""}
+    found: dict[str, list[tuple[list[float], list[float]]]] = {name: [] for name in modes}
+    for index in range(rounds):
+        for name in list(modes)[:: 1 if index % 2 else -1]:
+            # Another place each time: what is there would be fetched.
+            where = store.variables(proxy.uri) | {"LOCKSTEP_COPY": f"s3://{BUCKET}/{index}-{name.replace(' ', '-')}"}
+            proxy.mode = "pass"
+            process = training.start(**(where if modes[name] else {}))
+            # A start asks whether there is a copy, and is refused where nobody answers.
+            wait_for(training, 20)
+            proxy.mode = modes[name] or "pass"
+            found[name].append(training.parted(per_epoch=54000 // 64, turns=turns(process)))
+    proxy.close()
     store.kill()
-    store.wait()
     return found
 
 
-def made(port: int) -> bool:
-    """Make the bucket; returns False while the server does not answer."""
-    bucket = urllib.request.Request(f"http://127.0.0.1:{port}/bench", method="PUT")
-    try:
-        return urllib.request.urlopen(bucket, timeout=5).status == 200
-    except OSError:
-        return False
+def turns(process: "subprocess.Popen[bytes]", seconds: float = 3.0) -> list[float]:
+    """Stop the copying process of a training, and let it go on, in turn until the training has ended: when that was, first the stop."""
+    copying = [one for one in psutil.Process(process.pid).children(recursive=True) if "pipeline.runs.copy_process" in one.cmdline()]
+    found: list[float] = []
+    while process.poll() is None:
+        for one in copying:
+            # It may have ended.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.resume() if len(found) % 2 else one.suspend()
+        found.append(time.monotonic())
+        # Not beyond the end, which waits for the copy.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+    assert process.returncode == 0
+    return found
 
 
 def restart(folder: Path, count: int) -> dict[str, list[float]]:
-    """Seconds from the start of `train` to its first step, and from SIGKILL of a rank to the first step of the new ranks, in turn."""
-    found: dict[str, list[float]] = {"cold start": [], "after SIGKILL": []}
+    """Seconds from the start of `train`, and of a bare script, to the first step, and from SIGKILL of a rank to that of the new ranks."""
+    found: dict[str, list[float]] = {"cold start": [], "after SIGKILL": [], "bare DDP script": []}
     training = Training(folder, epochs=20)
     for number in range(count):
         started_at = time.monotonic()
@@ -150,6 +192,11 @@ def restart(folder: Path, count: int) -> dict[str, list[float]]:
         killed_at = time.monotonic()
         rank(process, number % 2).send_signal(signal.SIGKILL)
         found["after SIGKILL"].append(first_step(training, before) - killed_at)
+        process.terminate()
+        process.wait()
+        started_at = time.monotonic()
+        process = training.bare()
+        found["bare DDP script"].append(first_step(training, set()) - started_at)
         process.terminate()
         process.wait()
     return found

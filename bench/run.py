@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -12,6 +11,7 @@ import time
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import psutil
 import yaml
@@ -19,46 +19,45 @@ import yaml
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import recovery  # noqa: E402
+from bench import images as own  # noqa: E402
+from bench import recovery, starts  # noqa: E402
+from bench.against import MODELS, contest, install_peers, unpack  # noqa: E402
+from bench.arguments import add_parts  # noqa: E402
+from bench.jobs import torchrun  # noqa: E402
 from bench.silent import mean_speed  # noqa: E402
 from bench.strategies import WAYS  # noqa: E402
 from pipeline.hardware import machine  # noqa: E402
-from pipeline.launch.agent_command import environment  # noqa: E402
-from pipeline.launch.node import Node  # noqa: E402
 from pipeline.tracking.journal import read  # noqa: E402
 
 
 def main() -> None:
     parts = {"lenet": lenet, "resnet18": resnet18, "strategies": strategies, "product": product}
-    parts |= {"start": start, "tracking": tracking, "storage": storage, "restart": restart}
+    # The last one needs a package index.
+    parts |= {
+        "checkpoint": checkpoint,
+        "start": start,
+        "tracking": tracking,
+        "storage": storage,
+        "restart": restart,
+        "images": images,
+        "against": against,
+    }
     parser = argparse.ArgumentParser(description="What a step, a training, a start and a no-op cost, and against whom.")
-    parser.add_argument("parts", nargs="*", metavar="PART", choices=parts, help=f"of {', '.join(parts)}; all if none is named")
+    add_parts(parser, parts)
     parser.add_argument("--pairs", type=int, default=7, help="how often each is measured, in turn with what it is compared with")
     parser.add_argument(
         "--seconds", type=float, default=3.0, help="how long `steps` measures LeNet in each pair; ResNet-18 takes 8/3 of it"
     )
+    parser.add_argument("--out", type=Path, default=Path("bench-results.json"), help="where `against` writes its results")
     wanted = parser.parse_args()
     print(f"{platform.system()}, {psutil.cpu_count()} CPUs, {machine.detect().cpu}")
     print(f"torch {version('torch')}, Python {platform.python_version()}\n")
-    for name in wanted.parts or parts:
+    for name in wanted.parts:
         parts[name](wanted)
 
 
 def show(name: str, values: list[float], unit: str = "") -> None:
     print(f"  {name:<52} median {statistics.median(values):>10,.3f}{unit}  {min(values):,.3f} to {max(values):,.3f}  n={len(values)}")
-
-
-def torchrun(script: str, *arguments: str, ranks: int = 2) -> str:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        str(ROOT / "bench" / script),
-        *arguments,
-    ]
-    return subprocess.run(command, env=environment(Node(ranks, 1)), capture_output=True, text=True, check=True).stdout
 
 
 def lenet(wanted: argparse.Namespace) -> None:
@@ -94,6 +93,27 @@ def product(wanted: argparse.Namespace) -> None:
         show(name, speeds[name])
     for name in names[1:]:
         show(f"product / {name}", [one / other for one, other in zip(speeds["product"], speeds[name], strict=True)])
+
+
+def against(wanted: argparse.Namespace) -> None:
+    """The product, its arithmetic alone, plain torch, and the loops of others, in turn; the results as JSON, too."""
+    install_peers()
+    results: dict[str, Any] = {"machine": machine.detect().cpu, "torch": version("torch")}
+    with tempfile.TemporaryDirectory() as scratch:
+        unpack(Path(scratch))
+        for name in MODELS:
+            found = contest(name, Path(scratch), wanted.pairs)
+            print(f"{name}, world 2, {found.model.batch} images a rank, 4 lanes, Fashion-MNIST, {found.model.steps} steps, images/s:")
+            results[name] = {"images_per_second": found.speeds, "ratios": found.ratios()}
+            for what, values in [*found.speeds.items(), *found.ratios().items()]:
+                show(what, values)
+            wanted.out.write_text(json.dumps(results, indent=2) + "\n")
+            shares = [found.shares() for _ in range(3)]
+            print("  of a step's time, on rank 0:")
+            results[name]["share of a step"] = {part: [one[part] for one in shares] for part in shares[0]}
+            for part, values in results[name]["share of a step"].items():
+                show(part, values)
+            wanted.out.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def speed_of(name: str, scratch: Path) -> float:
@@ -134,14 +154,17 @@ def start(wanted: argparse.Namespace) -> None:
             subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
             seconds.append(time.monotonic() - started_at)
         show(name, seconds, " s")
-    show("dvc repro with nothing to do", no_op(wanted.pairs), " s")
+    found = starts.no_ops(wanted.pairs)
+    for name, values in found.items():
+        show(name, values, " s")
+    show("nothing to do / three empty stages", [one / other for one, other in zip(*found.values(), strict=True)])
     first_steps, peaks = [], []
     for seed in range(3):
         with tempfile.TemporaryDirectory() as scratch:
             params = Path(scratch) / "params.yaml"
             params.write_text(yaml.safe_dump({"seed": seed, "data": {"name": "synthetic:60000"}, "train": {"epochs": 1}}))
             pipeline("prepare", params)
-            seconds_to_first, peak = watch(params)
+            seconds_to_first, peak = starts.watch(params)
             first_steps.append(seconds_to_first)
             peaks.append(peak / 2**20)
     show("train to the first log line", first_steps, " s")
@@ -161,25 +184,47 @@ def tracking(wanted: argparse.Namespace) -> None:
 
 
 def storage(wanted: argparse.Namespace) -> None:
-    """A copy in object storage that takes it, or answers no more after the start, against no copy, in turn."""
+    """A copy in object storage that takes it, or after the start is down, late or full of errors, against none, in the same trainings."""
     with tempfile.TemporaryDirectory() as scratch:
         found = recovery.copied(Path(scratch) / "copied", wanted.pairs)
-    print("lenet, world 2, 128 images a rank, 2 lanes, 840 steps, five checkpoints, p99 of a step:")
+    print(
+        "lenet, world 2, 32 images a rank, 2 lanes, a checkpoint every 50 steps, p99 of a step while a copy is kept / while it is stopped:"
+    )
     for name, runs in found.items():
-        show(f"object storage {name}", [1000 * recovery.p99(gaps) for gaps in runs], " ms")
-    for name in ("taking", "black-holed"):
-        show(f"{name} / none", [recovery.p99(one) / recovery.p99(other) for one, other in zip(found[name], found["none"], strict=True)])
-        show("of all their steps", [recovery.p99([*chain(*found[name])]) / recovery.p99([*chain(*found["none"])])])
+        copying, stopped = ([*chain(*part)] for part in zip(*runs, strict=True))
+        show(f"object storage {name}", [recovery.p99(one) / recovery.p99(other) for one, other in runs])
+        of_all = recovery.p99(copying) / recovery.p99(stopped)
+        print(f"    of all {len(copying):,} and {len(stopped):,} steps {of_all:.3f}: {1000 * recovery.p99(copying):.1f} ms")
+
+
+def images(wanted: argparse.Namespace) -> None:
+    """JPEGs prepared, read while training, and a start on many of them; each in turn with what it is compared with."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for said, figures in own.report(Path(scratch), wanted.pairs, wanted.seconds):
+            print(said)
+            for name, values in figures.items():
+                show(name, values)
 
 
 def restart(wanted: argparse.Namespace) -> None:
-    """A killed rank against a cold start, in turn."""
+    """A killed rank against a cold start, and that against a bare DDP script's, in turn."""
     with tempfile.TemporaryDirectory() as scratch:
         found = recovery.restart(Path(scratch) / "restart", wanted.pairs)
     print("lenet, world 2: seconds to the first (new) step")
     for name, values in found.items():
         show(name, values, " s")
-    show("after SIGKILL / cold start", [one / other for other, one in zip(*found.values(), strict=True)])
+    cold, killed, bare = found.values()
+    show("after SIGKILL / cold start", [one / other for one, other in zip(killed, cold, strict=True)])
+    show("cold start / bare DDP script", [one / other for one, other in zip(cold, bare, strict=True)])
+
+
+def checkpoint(wanted: argparse.Namespace) -> None:
+    """How long a training waits for a full checkpoint, against `torch.save`, in turn."""
+    found = json.loads(torchrun("stall.py", str(wanted.pairs), ranks=1).splitlines()[-1])
+    print("resnet18 with momentum, 85 MB, one thread:")
+    for name, values in found.items():
+        show(name, [1000 * one for one in values], " ms")
+    show("stall / torch.save + fsync", [one / other for one, other in zip(found["stall"], found["torch.save + fsync"], strict=True)])
 
 
 def strategies(wanted: argparse.Namespace) -> None:
@@ -193,44 +238,6 @@ def strategies(wanted: argparse.Namespace) -> None:
     for name, found in measured.items():
         for figure in found[0]:
             show(f"{name}: {figure}", [one[figure] for one in found])
-
-
-def no_op(count: int) -> list[float]:
-    """Seconds of a `dvc repro` that finds everything up to date, in a clone with small data."""
-    with tempfile.TemporaryDirectory() as scratch:
-        clone, bin_folder = Path(scratch) / "clone", Path(sys.executable).parent
-        subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
-        params = clone / "params.yaml"
-        params.write_text(params.read_text().replace("name: fashion-mnist", "name: synthetic:1200").replace("epochs: 10", "epochs: 1"))
-        variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MLFLOW_"))}
-        variables["PATH"] = f"{bin_folder}:{variables['PATH']}"
-        seconds = []
-        for _ in range(1 + count):
-            started_at = time.monotonic()
-            subprocess.run([str(bin_folder / "dvc"), "repro"], cwd=clone, env=variables, check=True, capture_output=True)
-            seconds.append(time.monotonic() - started_at)
-        # The first one did the work.
-        return seconds[1:]
-
-
-def watch(params: Path) -> tuple[float, int]:
-    """One training: seconds until the journal has a metric, and the highest resident memory of any rank."""
-    started_at, first, peak = time.monotonic(), 0.0, 0
-    process = subprocess.Popen([sys.executable, "-m", "pipeline", "train", "--params", str(params)], cwd=ROOT, stderr=subprocess.DEVNULL)
-    while process.poll() is None:
-        journals = list(params.parent.glob("runs/*/journal.jsonl"))
-        if not first and journals and any(line["kind"] == "metrics" for line in read(journals[0])):
-            first = time.monotonic() - started_at
-        for child in psutil.Process(process.pid).children(recursive=True):
-            try:
-                if "-u" in child.cmdline() and "pipeline.training.train_rank" in child.cmdline():
-                    fields = Path(f"/proc/{child.pid}/status").read_text().split()
-                    peak = max(peak, int(fields[fields.index("VmHWM:") + 1]) * 1024)
-            except (psutil.NoSuchProcess, OSError, ValueError):
-                continue
-        time.sleep(0.2)
-    assert process.returncode == 0
-    return first, peak
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 from pipeline import job as jobs
 from pipeline.tracking.journal import Silent
 from pipeline.training import train_rank
+from pipeline.training.memory import keep_freed_memory
 
 
 class Stopwatch(Silent):
@@ -24,6 +25,7 @@ class Stopwatch(Silent):
 def main() -> None:
     job = jobs.read(Path(sys.argv[1]))
     # Checkpoints are written beside the training here too.
+    keep_freed_memory()
     with train_rank.joined(job) as group, ThreadPoolExecutor(1) as executor:
         stopwatch = Stopwatch()
         train_rank.train(job, group, stopwatch, executor)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pipeline import models, parallel, ranks
 from pipeline.config import Dist
 from pipeline.parallel.lanes import Lanes, Task
+from pipeline.training.memory import keep_freed_memory
 
 BATCH_PER_RANK = 128
 
@@ -57,6 +58,7 @@ def seconds_of(steps: int, strategy: parallel.Strategy, optimizer: torch.optim.O
 def main() -> None:
     model_name, pairs, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     torch.set_num_threads(1)
+    keep_freed_memory()
     group = ranks.init_group("cpu", "gloo", ranks.rendezvous(2, 60), 60)
     batch, together = batch_of(BATCH_PER_RANK), BATCH_PER_RANK * group.size
     kinds = {"native": ("native", 1), "ordered": ("ordered", 1), "ordered, 2 lanes a rank": ("ordered", 2)}

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from bench.steps import batch_of, build, seconds_of
 from pipeline import parallel, ranks
+from pipeline.training.memory import keep_freed_memory
 
 BATCH, LANES, MIB = 64, 4, 2**20
 WAYS: dict[str, dict[str, Any]] = {
@@ -68,6 +69,7 @@ def measure(group: ranks.Ranks, settings: dict[str, Any], seconds: float) -> dic
 
 def main() -> None:
     torch.set_num_threads(1)
+    keep_freed_memory()
     group = ranks.init_group("cpu", "gloo", ranks.rendezvous(int(os.environ["WORLD_SIZE"]), 60), 60)
     found = measure(group, WAYS[sys.argv[1]], float(sys.argv[2]))
     if group.rank == 0:

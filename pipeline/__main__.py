@@ -138,6 +138,7 @@ def check_names(config: Config, params: Path) -> None:
         data.check(config.data.name)
         models.check(config.model.name)
         parallel.check(config.dist)
+        models.check_frozen(config.model.frozen, config.dist.strategy)
     except ConfigError as error:
         raise ConfigError(f"{params}: {error}") from None
 

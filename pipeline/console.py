@@ -14,11 +14,11 @@ PLAIN_EVERY_SECONDS = 30
 
 
 class Progress:
-    """Follows a journal and shows where the training is."""
+    """Follows a journal and shows where the training is, and how long it takes to where it is to stop."""
 
-    def __init__(self, journal: Path, total_steps: int, steps_per_epoch: int):
+    def __init__(self, journal: Path, total_steps: int, steps_per_epoch: int, until: int | None = None):
         self._journal, self._tail = journal, Tail(journal)
-        self._total, self._per_epoch = total_steps, steps_per_epoch
+        self._total, self._per_epoch, self._until = total_steps, steps_per_epoch, until or total_steps
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live = Live(console=self._console, refresh_per_second=4, transient=True) if self._console.is_terminal else None
         self._printed_at = time.monotonic()
@@ -56,7 +56,7 @@ class Progress:
             self._printed_at = time.monotonic()
         elif "train/loss" in values:
             self._images_per_second = values.get("train/images_per_second", self._images_per_second)
-            images_left = (self._total / step - 1) * values["train/samples"]
+            images_left = (self._until / step - 1) * values["train/samples"]
             left = hours(images_left / self._images_per_second) if self._images_per_second else "?"
             text = (
                 f"epoch {epoch}/{epochs}  step {step}/{self._total}  loss {values['train/loss']:.4f}  "

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from pipeline.config import Config, ConfigError, DataError, digest
 from pipeline.console import Progress
-from pipeline.data import Split, store
+from pipeline.data import store, title
 from pipeline.files import Paths, atomic_write
 from pipeline.job import Job
 from pipeline.plan import resolved
@@ -37,10 +37,7 @@ def run(config: Config, paths: Paths) -> int:
     manifest = store.read_manifest(paths.prepared)
     if manifest.digest != receipt.data_digest:
         raise DataError(f"{paths.prepared}: is not what {paths.models} was trained on; {TRAIN}")
-    try:
-        trained = Config.model_validate(receipt.parameters)
-    except ValidationError:
-        raise DataError(f"{paths.models / 'receipt.json'}: is from another version of this code (parameters); {TRAIN}") from None
+    trained = trained_with(receipt, paths)
     # The model as it was trained, on the ranks that are asked for now.
     threads = {"threads_per_rank": trained.dist.threads_per_rank}
     config, placement = resolved(trained.model_copy(update={"dist": config.dist.model_copy(update=threads)}))
@@ -69,6 +66,18 @@ def run(config: Config, paths: Paths) -> int:
         return RankStage("evaluate", job, paths, lock).run(
             "pipeline.training.evaluate_rank", first_line, tags, Progress(job.journal, 1, 1), finish
         )
+
+
+def trained_with(receipt: Receipt, paths: Paths) -> Config:
+    """Return the parameters in a receipt; raises DataError if code that it holds is not what its fingerprint was made of."""
+    try:
+        trained = Config.model_validate(receipt.parameters)
+    except ValidationError:
+        raise DataError(f"{paths.models / 'receipt.json'}: is from another version of this code (parameters); {TRAIN}") from None
+    named = receipt.fingerprint, trained.identity("", "", "")["model"]
+    if trained.model.source is not None and (digest(receipt.identity)[:16], receipt.identity.get("model")) != named:
+        raise DataError(f"{paths.models / 'receipt.json'}: its model is not the code that was trained with; {TRAIN}")
+    return trained
 
 
 def published(paths: Paths) -> Receipt:
@@ -109,9 +118,9 @@ def report(job: Job, paths: Paths, manifest: store.Manifest, receipt: Receipt, j
     describe(journal, job, figures)
     # Whose code nobody can look up is not to be promoted.
     clean = bool(receipt.git.get("commit")) and receipt.git.get("dirty") is False
-    tests = digest([manifest.sha256[f"test-{kind}.npy"] for kind in Split._fields])
+    tests = digest([sha256 for name, sha256 in sorted(manifest.sha256.items()) if name.startswith("test-")])
     told = {"accuracy": figures["accuracy"], "clean": clean, "tests": tests[:16], "step": receipt.best.step}
-    journal.event("evaluated", model=manifest.name.partition(":")[0], **told)
+    journal.event("evaluated", model=title(receipt.parameters["data"]), **told)
     return f"test accuracy {figures['accuracy']:.4f} ({figures['correct']} of {figures['total']}), loss {figures['loss']:.4f}"
 
 

@@ -165,10 +165,13 @@ def atomic_folder(path: Path) -> Generator[Path]:
 
 @contextmanager
 def locked(path: Path) -> Generator[None]:
-    """Wait for a kernel lock (flock) and hold it; it is released when this process ends, however it ends."""
-    with path.open("a") as file:
+    """Wait for a kernel lock (flock) of a file or a folder and hold it; it is released when this process ends, however it ends."""
+    file = os.open(path, os.O_RDONLY) if path.is_dir() else os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(file)
 
 
 @dataclass(frozen=True)

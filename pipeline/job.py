@@ -1,11 +1,33 @@
 """The job file: the configuration as the launcher has resolved it, for every rank."""
 
+import hashlib
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from pipeline.config import Config
+from pipeline.config import Config, DataError
+
+
+class FirstWeights(BaseModel):
+    """The file with the weights that a training begins with."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    file: Path
+    sha256: str
+
+
+def first_weights(config: Config, root: Path) -> FirstWeights | None:
+    """Find the file of model.weights, if there is to be one."""
+    if config.model.weights is None:
+        return None
+    file = root / config.model.weights
+    try:
+        with file.open("rb") as content:
+            return FirstWeights(file=file, sha256=hashlib.file_digest(content, "sha256").hexdigest())
+    except OSError as error:
+        raise DataError(f"model.weights: {file}: {error.strerror}; name a file, from the folder of params.yaml on") from None
 
 
 class Job(BaseModel):
@@ -23,6 +45,8 @@ class Job(BaseModel):
     weights: Path | None = None
     # The step to stop at, if it is not the last one.
     until: int | None = None
+    # Nothing where they are drawn.
+    first_weights: FirstWeights | None = None
 
     @property
     def journal(self) -> Path:

@@ -1,13 +1,18 @@
 """Reads params.yaml; what is wrong with it is told in one line."""
 
+import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
 
-from pipeline.config import LIST, WORD, Config, ConfigError, unknown
+from pipeline.config import Config, ConfigError, unknown
+from pipeline.sections import LIST, WORD, Mix, Step
+
+# Of a model, and no key of the file.
+SOURCE = "source"
 
 
 def load(path: Path, changes: dict[str, Any] | None = None) -> Config:
@@ -32,6 +37,8 @@ def load(path: Path, changes: dict[str, Any] | None = None) -> Config:
         inner = values.setdefault(section, {}) if section else values
         if isinstance(inner, dict):
             inner[name] = value
+    if isinstance(model := values.get("model"), dict) and SOURCE in model:
+        raise ConfigError(f"{path}: model.{SOURCE}: is read from the file that model.name names; remove it")
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -54,14 +61,17 @@ def _explain(error: Any) -> str:
         section: Any = Config
         for part in location[:-1]:
             section = section.model_fields[part].annotation
-        known = [name for name, field in section.model_fields.items() if not field.exclude]
+        known = [name for name, field in section.model_fields.items() if not field.exclude and name != SOURCE]
         return str(unknown(key, location[-1], known)).replace(f"{location[-1]!r} is unknown", "unknown key")
     if error["type"] == "value_error":
-        return f"{key}.{error['ctx']['error']}"
+        return ".".join([*location, str(error["ctx"]["error"])])
     if isinstance(value, str) and error["type"] in ("float_type", "int_type"):
         return f"{key}: {value!r} is text, not a number{_as_number(value, error['type'])}"
     said = error["msg"].replace("Input should be", "must be").replace("a valid dictionary or instance of", "a section like")
-    return f"{key}: {value!r} is wrong; it {said[0].lower() + said[1:]}"
+    # As YAML has them.
+    written = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    steps = f"; in a list: [{value}]" if key == "data.augment" and value in (*get_args(Step), *get_args(Mix)) else ""
+    return f"{key}: {written} is wrong; it {said[0].lower() + said[1:]}{steps}"
 
 
 def _as_number(text: str, kind: str) -> str:

@@ -4,12 +4,13 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline import models
 from pipeline.config import Config, ConfigError
 from pipeline.data import store
 from pipeline.files import Paths
 from pipeline.hardware import machine
 from pipeline.hardware.placement import Placement, a_gpu_each, as_many_ranks, resolve
-from pipeline.job import Job
+from pipeline.job import Job, first_weights
 from pipeline.process_tree import NODES, STORE
 from pipeline.runs import checkpoints
 from pipeline.runs.identity import fingerprint, run_identity
@@ -44,6 +45,7 @@ class Plan:
 
 def plan(config: Config, paths: Paths, stop_after_epochs: int | None = None) -> Plan:
     """Resolve an experiment on this machine; raises what stands in its way."""
+    config = config.model_copy(update={"model": models.with_source(config.model, paths.root)})
     config, placement = resolved(config)
     manifest = store.read_manifest(paths.prepared)
     store.check_made_for(paths.prepared, manifest, config)
@@ -51,7 +53,8 @@ def plan(config: Config, paths: Paths, stop_after_epochs: int | None = None) -> 
     if steps_per_epoch == 0:
         counted = f"{manifest.counts['train']} training images do not fill a global batch of {config.dist.images_per_step}"
         raise ConfigError(f"dist.{config.dist.batch_key}: {counted}; lower it")
-    identity = run_identity(config, placement, manifest.identity)
+    first = first_weights(config, paths.root)
+    identity = run_identity(config, placement, manifest.identity, first)
     job = Job(
         config=config,
         device=placement.device,
@@ -60,6 +63,7 @@ def plan(config: Config, paths: Paths, stop_after_epochs: int | None = None) -> 
         prepared=paths.prepared,
         run=paths.runs / fingerprint(identity),
         until=stop_after_epochs * steps_per_epoch if stop_after_epochs and stop_after_epochs < config.train.epochs else None,
+        first_weights=first,
     )
     return Plan(job, manifest, placement, identity, steps_per_epoch)
 

@@ -9,36 +9,65 @@ from numpy.typing import NDArray
 
 from pipeline import data
 from pipeline.config import Config, DataError, draw_seed
-from pipeline.data import Raw, Split, store
-from pipeline.files import Paths
+from pipeline.data import Raw, Split, picked, store
+from pipeline.data.image_files import first_of
+from pipeline.files import Paths, locked, make_folder
 
 log = logging.getLogger(__name__)
 
 
 def run(config: Config, paths: Paths, folder: Path | None = None) -> int:
     """Write the packed store, by default where the stages look for it; nothing is left half-written."""
-    source = paths.root / config.data.root if config.data.root else None
-    argument = config.data.name.partition(":")[2] or None
-    raw = data.load(config.data.name, data.Request(source, paths.downloads, config.seed, argument))
-    source_sha256 = None if raw.depends_on_seed else _sha256(raw)
-    train, validation = _hold_out(raw.train, config.data.validation_share, config.seed)
-    splits = {"train": train, "validation": validation, "test": raw.test}
-    if config.data.image_size is not None:
-        splits = {name: Split(resize(split.images, config.data.image_size), split.labels) for name, split in splits.items()}
-    manifest = store.write(folder or paths.prepared, store.made_for(config), splits, raw.class_names, source_sha256)
+    target = folder or paths.prepared
+    make_folder(target.parent)
+    with locked(target.parent):
+        manifest = packed(config, paths, target)
     counts = ", ".join(f"{count} {name}" for name, count in manifest.counts.items())
     log.info(
         "prepared %s: %s images of %s in %d classes", config.data.name, counts, "x".join(map(str, manifest.shape)), manifest.num_classes
     )
+    if imbalance := imbalance_of(manifest):
+        log.info("%s; train.class_weights: balanced makes all classes count alike in the loss", imbalance)
     return 0
+
+
+def packed(config: Config, paths: Paths, target: Path) -> store.Manifest:
+    """Find the data set, split it and pack it."""
+    source = paths.root / config.data.root if config.data.root else None
+    argument = config.data.name.partition(":")[2] or None
+    request = data.Request(
+        source, paths.downloads, config.seed, argument, "", config.data.image_size, target.parent, paths.root, config.data.allow_broken
+    )
+    raw = data.load(config.data.name, request)
+    if raw.left_out:
+        log.warning("%s; left out, as data.allow_broken is %d", first_of(raw.left_out), config.data.allow_broken)
+    source_sha256 = None if raw.depends_on_seed else raw.source_sha256 or _sha256(raw)
+    train, validation = (raw.train, raw.validation) if raw.validation else _hold_out(raw.train, config.data.validation_share, config.seed)
+    splits = {"train": train, "validation": validation, "test": raw.test}
+    side = config.data.image_size
+    if side is not None and any(split.images.shape[-2:] != (side, side) for split in splits.values()):
+        splits = {name: Split(resize(split.images, side), split.labels) for name, split in splits.items()}
+    manifest = store.write(target, store.made_for(config), splits, raw.class_names, source_sha256, raw.left_out)
+    raw.packed()
+    return manifest
+
+
+def imbalance_of(manifest: store.Manifest) -> str | None:
+    """Say how many training images the smallest and the largest class have, if one has more than twice as many as another."""
+    of_train = dict(zip(manifest.class_names, manifest.class_counts["train"], strict=True))
+    least, most = min(of_train, key=of_train.__getitem__), max(of_train, key=of_train.__getitem__)
+    if of_train[most] <= 2 * of_train[least]:
+        return None
+    return f"the classes have from {of_train[least]} ({least}) to {of_train[most]} ({most}) training images"
 
 
 def _sha256(raw: Raw) -> str:
     """One SHA-256 over all images and labels of a source, whose shapes are in the manifest."""
     found = hashlib.sha256()
-    for split in (raw.train, raw.test):
+    for split in (raw.train, raw.test, *([raw.validation] if raw.validation else [])):
         for array in split:
-            found.update(np.ascontiguousarray(array).data)
+            for piece in store.pieces(array):
+                found.update(piece.data)
     return found.hexdigest()
 
 
@@ -49,8 +78,7 @@ def _hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
     if held == 0:
         raise DataError(f"data.validation_share: {share} of {count} training images is none")
     shuffled = np.random.Generator(np.random.PCG64(draw_seed(seed, "validation"))).permutation(count)
-    kept, out = np.sort(shuffled[held:]), np.sort(shuffled[:held])
-    return Split(split.images[kept], split.labels[kept]), Split(split.images[out], split.labels[out])
+    return picked(split, np.sort(shuffled[held:])), picked(split, np.sort(shuffled[:held]))
 
 
 def resize(images: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:

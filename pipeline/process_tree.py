@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -30,8 +31,21 @@ def dies_with_parent() -> Callable[[], None] | None:
     """Return a `preexec_fn` with which the child gets SIGTERM when this process ends, however it ends."""
     if sys.platform != "linux":
         return None
-    prctl = ctypes.CDLL(None).prctl
-    return lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    return partial(die_with, os.getpid(), ctypes.CDLL(None).prctl)
+
+
+def die_with(parent: int, prctl: Callable[..., int] | None = None) -> None:
+    """Have the kernel send SIGTERM to this process when its parent ends; a parent that has ended already is noticed too."""
+    if sys.platform != "linux":
+        return
+    (prctl or ctypes.CDLL(None).prctl)(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGTERM)
+
+
+def ignores_interrupts() -> None:
+    """Leave a terminal's Ctrl-C, which all processes of a group get, to the one that started this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def dvc_above() -> psutil.Process | None:

@@ -23,6 +23,7 @@ from pipeline.launch.restarts import RestartPolicy
 from pipeline.process_tree import LEAD_COMMAND, STORE, dvc_above
 from pipeline.runs import checkpoints, status
 from pipeline.runs.copy_process import CopyProcess
+from pipeline.runs.identity import flatten
 from pipeline.runs.status import StopRequested
 from pipeline.stop_signals import StopRequest, handled_by
 from pipeline.timeouts import RETURN_SECONDS
@@ -241,10 +242,9 @@ def errors_in_status(job: Job, stage: str, paths: Paths) -> Generator[None]:
 
 def run_header(config: Config, name: str) -> dict[str, Any]:
     """The first line of a journal: all that MLflow needs to create its run."""
-    params = {f"{section}.{key}": value for section, values in config.model_dump(exclude={"seed"}).items() for key, value in values.items()}
     return {
         "experiment": config.tracking.experiment,
         "name": name,
-        "params": {"seed": config.seed} | params,
+        "params": flatten(config.model_dump(exclude={"model": {"source"}})),
         "tags": {"mlflow.source.name": "pipeline", "mlflow.user": machine.user()},
     }

@@ -97,6 +97,10 @@ class StopRequest:
             self.hurried.set()
         elif first:
             self.request(number)
+            if number == signal.SIGINT and not from_lead and sys.stderr.isatty():
+                # Not by `print`, which this may have interrupted.
+                with contextlib.suppress(OSError):
+                    os.write(sys.stderr.fileno(), b"\nstopping, which takes some seconds; Ctrl-C after three seconds ends it at once\n")
         else:
             self.at_once, self.signal = True, number
             self._pass_on()

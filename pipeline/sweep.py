@@ -98,7 +98,9 @@ def candidates_of(values: list[str], paths: Paths) -> list[Candidate]:
         chosen = dict(zip(axes, combination, strict=True))
         config = load(paths.params, {key: value for key, (_, value) in chosen.items()})
         models.check(config.model.name)
+        models.check_frozen(config.model.frozen, config.dist.strategy)
         parallel.check(config.dist)
+        config = config.model_copy(update={"model": models.with_source(config.model, paths.root)})
         one = Candidate(" ".join(f"{key}={text}" for key, (text, _) in chosen.items()), config, plan(config, paths))
         found.append(one)
         if (other := names.setdefault(one.plan.job.run, one.name)) != one.name or len(names) < len(found):

@@ -10,10 +10,13 @@ from typing import Any
 
 import yaml
 
+from pipeline import own_code
 from pipeline.config import Config, MachineError
 from pipeline.console import Progress
 from pipeline.data import store
 from pipeline.files import Paths, atomic_folder, atomic_write
+from pipeline.hardware import machine
+from pipeline.hardware.placement import slow_on_cpus
 from pipeline.job import Job
 from pipeline.plan import Plan, plan
 from pipeline.report import plots
@@ -57,14 +60,17 @@ def run(config: Config, paths: Paths, resume: Path | None = None, stop_after_epo
         write_identity(job.run, planned.identity)
         title = f"{job.config.model.name} on {job.config.data.name} {name[:6]}"
         imported = import_run(resume, job, planned.identity, run_header(job.config, title)) if resume else None
-        progress = Progress(job.journal, planned.steps, planned.steps_per_epoch)
+        progress = Progress(job.journal, planned.steps, planned.steps_per_epoch, job.until)
         progress.say(what_begins(job, planned.manifest.name))
         if job.config.dist.world_size < config.dist.world_size:
             fewer = f"world size {job.config.dist.world_size} and not {config.dist.world_size}"
             progress.say(f"{fewer}, as ranks that share a GPU are slow; the bits are the same")
+        for slow in slow_on_cpus(job.config.dist, planned.placement, machine.detect()) if job.device == "cpu" else ():
+            progress.say("; ".join(slow))
         if imported:
             progress.say(imported)
-        facts = facts_of(planned, receipts.git_state())
+        own = own_code.files(paths.root, config.model.name, config.data.name)
+        facts = facts_of(planned, receipts.git_state(own=own))
         stage = RankStage("train", job, paths, lock, command=command)
         code = carry_out(stage, job, paths, progress, facts)
     if code == status.STOPPED and job.until and stage.stop_requested:
@@ -207,7 +213,7 @@ def described(job: Job, receipt: Receipt, step_time: str) -> str:
 
 def journal_results(journal: Journal, job: Job, receipt: Receipt) -> None:
     """Journal what MLflow gets of a finished run."""
-    atomic_write(job.run / "params.yaml", yaml.safe_dump(job.config.model_dump(), sort_keys=False).encode())
+    atomic_write(job.run / "params.yaml", yaml.safe_dump(job.config.model_dump(exclude={"model": {"source"}}), sort_keys=False).encode())
     best = {"best/validation_accuracy": receipt.best.validation_accuracy, "best/epoch": receipt.best.epoch}
     journal.metrics(best, receipt.best.step)
     journal.metrics({"total/hours": receipts.elapsed_seconds(job.journal) / 3600}, receipt.steps)

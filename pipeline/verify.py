@@ -15,7 +15,7 @@ from pipeline.config import Config, ConfigError, DataError, MachineError
 from pipeline.console import Progress
 from pipeline.data import store
 from pipeline.files import Paths
-from pipeline.job import Job
+from pipeline.job import Job, first_weights
 from pipeline.plan import resolved
 from pipeline.report import difference
 from pipeline.report.difference import Difference
@@ -85,7 +85,8 @@ def verified(claim: Claim, paths: Paths, from_step: int, steps: int | None, worl
     """Compute it again and print the verdict; returns 0, 1 or 4."""
     config, placement = resolved(on_ranks(claim.config, world_size))
     data = {name: claim.identity[name] for name in DATA if name in claim.identity}
-    differing, source = differences(claim.identity, run_identity(config, placement, data))
+    first = first_weights(config, paths.root)
+    differing, source = differences(claim.identity, run_identity(config, placement, data, first))
     if differing:
         return verdict(claim, NOT_COMPARABLE, f"not comparable because {'; '.join(differing)}")
     with run_lock(claim.run / "lock", lock_seconds(config.dist.grace_seconds)) as lock, prepared_for(claim, paths) as prepared:
@@ -96,7 +97,7 @@ def verified(claim: Claim, paths: Paths, from_step: int, steps: int | None, worl
         per_epoch = manifest.counts["train"] // config.dist.images_per_step
         span = span_of(claim, from_step, steps, per_epoch * config.train.epochs)
         check_files(claim)
-        store.verify(prepared, manifest, ("train", "validation"))
+        store.verify(prepared, manifest, ("train", "validation"), again=True)
         job = Job(
             config=config,
             device=placement.device,
@@ -105,6 +106,7 @@ def verified(claim: Claim, paths: Paths, from_step: int, steps: int | None, worl
             prepared=prepared,
             run=claim.run / "verify",
             until=span.until,
+            first_weights=first,
         )
         code = computed(claim, span, RankStage("train", job, paths, lock, tracked=False), job, per_epoch)
         if code not in (0, STOPPED):
@@ -132,8 +134,8 @@ def prepared_for(claim: Claim, paths: Paths) -> Generator[Path]:
     folder = claim.run / "verify-data"
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        prepare.run(claim.config, paths, folder)
-        yield folder
+        prepare.run(claim.config, paths, folder / "prepared")
+        yield folder / "prepared"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -144,7 +146,7 @@ def computed(claim: Claim, span: Span, stage: RankStage, job: Job, per_epoch: in
     header = run_header(job.config, f"verify {claim.run.name}")
     if span.after:
         copy_until(claim.run, job, span.after, header)
-    progress = Progress(job.journal, per_epoch * job.config.train.epochs, per_epoch)
+    progress = Progress(job.journal, per_epoch * job.config.train.epochs, per_epoch, job.until)
     ranks = f"{job.config.dist.world_size} x {job.device}, {job.backend}, {job.precision}"
     progress.say(f"computing steps {span.after + 1} to {span.until} of {claim.name} again: {ranks}")
     return stage.run("pipeline.training.train_rank", header, {}, progress, nothing)

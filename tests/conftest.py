@@ -20,10 +20,10 @@ from tests.kit.compose import IMAGE, USER, Project, sh
 from tests.kit.devices import MISSING
 from tests.kit.experiment import LONGER, ROOT, Experiment, clean_environment
 from tests.kit.groups import run_ranks
-from tests.kit.skips import NO_GPU, NO_SLURM, pytest_sessionfinish
+from tests.kit.skips import FROM, NO_GPU, NO_SLURM, in_another_order, pytest_runtest_setup, pytest_sessionfinish
 from tests.kit.threads import alone, thread_ranks
 
-__all__ = ["alone", "pytest_sessionfinish", "run_ranks", "thread_ranks"]
+__all__ = ["alone", "pytest_runtest_setup", "pytest_sessionfinish", "run_ranks", "thread_ranks"]
 
 # As ranks have it: kernels round differently with another number of threads.
 torch.set_num_threads(1)
@@ -55,7 +55,10 @@ def longest_first(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    longest_first(items)
+    if FROM in os.environ:
+        in_another_order(items)
+    else:
+        longest_first(items)
     no_engine, no_slurm = (not answers(*words) for words in (("docker", "info"), ("sinfo",)))
     for item in items:
         item.user_properties += [("proves", marker.args[0]) for marker in item.iter_markers("gpu") if marker.args]

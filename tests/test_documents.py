@@ -84,8 +84,7 @@ def test_every_link_and_every_path_in_a_document_leads_somewhere(page: Path) -> 
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert target.startswith("https://") or (page.parent / target).exists(), target
-    # convnet.py is the reader's own.
-    for path in set(re.findall(r"`((?:pipeline|tests|bench|docs|deploy)/[\w./-]+)", text)) - {"pipeline/models/convnet.py"}:
+    for path in set(re.findall(r"`((?:pipeline|tests|bench|docs|deploy)/[\w./-]+)", text)):
         assert (ROOT / path).exists(), path
 
 

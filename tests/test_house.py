@@ -17,7 +17,9 @@ from tests.kit.source import MODULES, NAMES, PACKAGE, closure, imports, module_n
 ALL = [*MODULES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "bench").glob("*.py"))]
 # From the bottom up; rooms of one floor ignore each other.
 FLOORS = [
-    {"config", "files", "output", "process_tree", "timeouts"},
+    {"sections"},
+    {"config", "files", "output", "pictures", "process_tree", "timeouts"},
+    {"own_code"},
     {"params", "job", "heartbeat", "stop_signals"},
     {"ranks", "hardware", "forkserver"},
     {"data", "models", "parallel", "tracking"},
@@ -163,12 +165,13 @@ def watched(stage: str) -> set[str]:
 
 
 def test_the_params_that_dvc_watches_cover_all_that_a_stage_reads() -> None:
-    made_for = set(store.made_for(Config()))
-    # What prepare reads is in the manifest or says where the raw files lie, and reaches train with the prepared data.
-    assert made_for | {"data.root"} <= watched("prepare")
+    # How data are kept, which is in the manifest where they are no pixels, and whether there are any.
+    made_for = set(store.made_for(Config())) | {"data.store", "data.allow_broken"}
+    # What prepare reads is in the manifest, and reaches train with the prepared data.
+    assert made_for <= watched("prepare")
     read = set(re.findall(r"config\.(\w+\.?\w*)", (PACKAGE / "prepare.py").read_text())) - {"Config", "draw_seed"}
-    assert {key for key in read if key in leaves(Config)} <= made_for | {"data.root"}
-    assert leaves(Config) - made_for - {"data.root"} <= watched("train")
+    assert {key for key in read if key in leaves(Config)} <= made_for
+    assert leaves(Config) - made_for <= watched("train")
     # Evaluate takes all from the receipt but where it is to run, which does not change a figure.
     assert set(re.findall(r"\bconfig\.(\w+)", (PACKAGE / "evaluate.py").read_text())) <= {"dist"}
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pipeline.cluster.messages import JobOffer
 from pipeline.config import Config, ConfigError, DataError, MachineError, digest
@@ -10,12 +11,13 @@ from pipeline.data import store
 from pipeline.files import Paths, locked
 from pipeline.hardware import machine
 from pipeline.hardware.placement import resolve
-from pipeline.job import Job
+from pipeline.job import Job, first_weights
 from pipeline.runs.identity import versions
 from pipeline.runs.source import EVALUATE, TRAIN, source_digests
 
 log = logging.getLogger(__name__)
 
+FIRST_WEIGHTS = "first weights"
 # Prepares the data of a configuration in a folder.
 PrepareData = Callable[[Config, Paths, Path], int]
 
@@ -26,7 +28,8 @@ def bitwise_requirements(job: Job) -> dict[str, str]:
     kind = here.gpus[0] if job.device == "cuda" and here.gpus else here.cpu
     computes = versions(job.config, job.device, job.backend)
     code = digest(source_digests(job.config, TRAIN, EVALUATE))
-    return computes | {"code": code, "device": kind, "data": store.read_manifest(job.prepared).digest}
+    first = {FIRST_WEIGHTS: job.first_weights.sha256} if job.first_weights else {}
+    return computes | first | {"code": code, "device": kind, "data": store.read_manifest(job.prepared).digest}
 
 
 def gpus_of_ranks(backend: str, ranks: int) -> list[str]:
@@ -53,7 +56,10 @@ class Readiness:
         )
         try:
             placed = resolve(offer.config, machine.detect())
-            job = job.model_copy(update={"prepared": self._prepared(offer)})
+            found: dict[str, Any] = {"prepared": self._prepared(offer)}
+            if FIRST_WEIGHTS in offer.bitwise_requirements:
+                found["first_weights"] = first_weights(offer.config, self._paths.root)
+            job = job.model_copy(update=found)
             own = bitwise_requirements(job) | {"device and backend": f"{placed.device}, {placed.backend}"}
         except (ConfigError, DataError, MachineError, OSError) as error:
             return job, str(error)

@@ -15,7 +15,7 @@ def answers(groups: list[Group], params: Path) -> list[tuple[str, str]]:
     return [
         ("Best", best(groups)),
         ("Differs", differs(groups)),
-        ("Fair", "; ".join(unfair(groups)) or "yes: the same data, code and seeds, each trained on as many images, all finished"),
+        ("Fair", f"no: {why}" if (why := "; ".join(unfair(groups))) else "yes: the same data, code, seeds and images seen, all finished"),
         ("Same bits", same_bits(groups)),
         ("Again", again(groups, params)),
     ]

@@ -34,7 +34,7 @@ DIGESTS = {
 
 def load(request: Request) -> Raw:
     """Fashion-MNIST from the first source that has it; DataError names a file whose content is not the known one."""
-    folder = request.root or _find(request.downloads / "fashion-mnist")
+    folder = request.root or find(request.downloads / "fashion-mnist")
     if not folder.is_dir():
         raise DataError(f"data.root: {folder} is not a folder; name one with the four Fashion-MNIST files, or set root: null")
     content = {name: _decoded(folder, name) for name in DIGESTS}
@@ -45,7 +45,8 @@ def load(request: Request) -> Raw:
     )
 
 
-def _find(downloads: Path) -> Path:
+def find(downloads: Path) -> Path:
+    """Return the folder that has the files, or download them into this one; raises DataError where nobody has them."""
     tried: list[str] = []
     for folder in (INSTALLED, downloads):
         if (folder / "t10k-labels-idx1-ubyte.gz").exists():

@@ -1,20 +1,32 @@
 """The packed store: a folder of arrays and a manifest that holds the SHA-256 of each; read without torch."""
 
+import contextlib
 import hashlib
+import json
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from pipeline.config import Config, DataError, digest
-from pipeline.data import Split
-from pipeline.files import atomic_folder, check_room
+from pipeline.data import Split, files_of, originals, well_formed
+from pipeline.files import atomic_folder, atomic_write, check_room
 
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation", "test")
+KINDS = ("images.npy", "labels.npy")
+KINDS_OF_ORIGINALS = (originals.IMAGES, originals.ENDS, "labels.npy")
+# In what prepared data were made for, where they are no pixels.
+STORE = "data.store"
+# Images at once.
+PIECE = 1000
+# What is read in less than a second is read at every start.
+SMALL_BYTES, SETTLED_SECONDS = 256 * 2**20, 3.0
 
 
 class Manifest(BaseModel):
@@ -33,11 +45,16 @@ class Manifest(BaseModel):
     sha256: dict[str, str]
     # Of what the source gave, before a share was held out by the seed; null where the source itself draws from the seed.
     source_sha256: str | None = None
+    # Images of each class.
+    class_counts: dict[str, list[int]] = {}
+    # Files that are no images, each with the reason.
+    left_out: list[str] = []
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        files = {f"{split}-{kind}.npy" for split in SPLITS for kind in Split._fields}
-        if set(self.counts) != set(SPLITS) or set(self.sha256) != files or min(self.counts.values()) < 1:
+        kinds = (KINDS, KINDS_OF_ORIGINALS)
+        whole = any(set(self.sha256) == {f"{split}-{kind}" for split in SPLITS for kind in those} for those in kinds)
+        if set(self.counts) != set(SPLITS) or not whole or min(self.counts.values()) < 1:
             raise ValueError("not these splits")
         if not self.class_names or min(self.shape) < 1 or {len(self.mean), len(self.std)} != {self.shape[0]} or min(self.std) <= 0:
             raise ValueError("not these classes or images")
@@ -49,8 +66,9 @@ class Manifest(BaseModel):
 
     @property
     def digest(self) -> str:
-        """One SHA-256 over the manifest, and so over all content."""
-        return digest(self.model_dump(mode="json"))
+        """One SHA-256 over the manifest, and so over all content; the same wherever it comes from."""
+        values = self.model_dump(mode="json", exclude={"class_counts", "left_out"})
+        return digest(values | {"made_for": {key: value for key, value in values["made_for"].items() if key != "data.root"}})
 
     @property
     def identity(self) -> dict[str, str | None]:
@@ -64,23 +82,19 @@ def write(
     splits: dict[str, Split],
     class_names: list[str],
     source_sha256: str | None = None,
+    left_out: list[str] | None = None,
 ) -> Manifest:
     """Check and pack the splits, then put the whole folder in place at once."""
     name = str(made_for["data.name"])
-    for split_name, split in splits.items():
-        _check(f"{name}, {split_name}", split, class_names)
-    _check_together(name, splits, class_names)
+    well_formed.check(name, splits, class_names)
     with atomic_folder(folder) as scratch:
-        check_room(scratch, sum(array.nbytes for split in splits.values() for array in split))
-        sha256s: dict[str, str] = {}
+        check_room(scratch, sum(_size(array, STORE in made_for) for split in splits.values() for array in split))
         for split_name, split in splits.items():
-            for kind, array in split._asdict().items():
-                file = f"{split_name}-{kind}.npy"
-                with (scratch / file).open("wb") as out:
-                    np.save(out, np.ascontiguousarray(array))
-                    out.flush()
-                    os.fsync(out.fileno())
-                sha256s[file] = sha256(scratch / file)
+            save(scratch / f"{split_name}-labels.npy", split.labels)
+            if STORE not in made_for:
+                save(scratch / f"{split_name}-images.npy", split.images)
+            elif (files := files_of(split.images)) is not None:
+                originals.write(scratch, split_name, files)
         mean, std = _mean_and_std(splits["train"].images)
         counts = {split_name: len(split.labels) for split_name, split in splits.items()}
         shape = splits["train"].images.shape[1:]
@@ -92,39 +106,42 @@ def write(
             counts=counts,
             mean=mean,
             std=std,
-            sha256=sha256s,
+            sha256={path.name: sha256(path) for path in sorted(scratch.iterdir())},
             source_sha256=source_sha256,
+            class_counts={name: np.bincount(split.labels, minlength=len(class_names)).tolist() for name, split in splits.items()},
+            left_out=left_out or [],
         )
         (scratch / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
     return manifest
 
 
-def _check(where: str, split: Split, class_names: list[str]) -> None:
-    images, labels = split
-    if len(labels) == 0:
-        raise DataError(f"{where}: has no images")
-    if images.dtype != np.uint8 or images.ndim != 4 or len(images) != len(labels):
-        raise DataError(f"{where}: {images.dtype} images of shape {images.shape} for {len(labels)} labels; expected uint8 [N, C, H, W]")
-    wrong = np.flatnonzero((labels < 0) | (labels >= len(class_names)))
-    if len(wrong):
-        raise DataError(f"{where}: image {wrong[0]} has label {labels[wrong[0]]}; there are {len(class_names)} classes")
+def _size(array: NDArray[Any], as_files: bool) -> int:
+    files = files_of(array) if as_files else None
+    return array.nbytes if files is None else sum(path.stat().st_size for path in files)
 
 
-def _check_together(name: str, splits: dict[str, Split], class_names: list[str]) -> None:
-    shapes = {split_name: split.images.shape[1:] for split_name, split in splits.items()}
-    if len(set(shapes.values())) > 1:
-        raise DataError(f"{name}: images of several shapes: {shapes}; set data.image_size")
-    _, height, width = shapes["train"]
-    if height != width:
-        raise DataError(f"{name}: images of {height} x {width} pixels; set data.image_size to make them square")
-    empty = np.flatnonzero(np.bincount(splits["train"].labels, minlength=len(class_names)) == 0)
-    if len(empty):
-        raise DataError(f"{name}, train: class {empty[0]} ({class_names[empty[0]]}) has no image, of {len(splits['train'].labels)}")
+def save(path: Path, array: NDArray[Any]) -> None:
+    """Write an array as np.save does, which would take a copy of all of it."""
+    with path.open("wb") as out:
+        header: dict[str, Any] = {"descr": array.dtype.str, "fortran_order": False, "shape": array.shape}
+        np.lib.format.write_array_header_1_0(out, header)
+        for piece in pieces(array):
+            out.write(piece.data)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def pieces(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """An array's rows, a thousand at once, as they lie in a file."""
+    return (np.ascontiguousarray(array[start : start + PIECE]) for start in range(0, len(array), PIECE))
 
 
 def _mean_and_std(images: NDArray[np.uint8]) -> tuple[list[float], list[float]]:
     """Per channel, of pixels from 0 to 1; from exact counts of the 256 values, so the order of the images does not matter."""
-    counts = [np.bincount(images[:, channel].reshape(-1), minlength=256) for channel in range(images.shape[1])]
+    counts = np.zeros((images.shape[1], 256), np.int64)
+    for piece in pieces(images):
+        for channel in range(images.shape[1]):
+            counts[channel] += np.bincount(piece[:, channel].reshape(-1), minlength=256)
     pixels = np.arange(256) / 255
     mean = [float((count * pixels).sum() / count.sum()) for count in counts]
     std = [float(np.sqrt((count * (pixels - center) ** 2).sum() / count.sum())) for count, center in zip(counts, mean, strict=True)]
@@ -144,35 +161,72 @@ def read_manifest(folder: Path) -> Manifest:
 
 def made_for(config: Config) -> dict[str, str | int | float | None]:
     """The settings that decide what prepare writes."""
-    values = config.data.model_dump(include={"name", "validation_share", "image_size"})
-    return {"seed": config.seed} | {f"data.{key}": value for key, value in values.items()}
+    values = config.data.model_dump(include={"name", "root", "validation_share", "image_size"})
+    found = {"seed": config.seed} | {f"data.{key}": value for key, value in values.items()}
+    return found | ({STORE: originals.decoder()} if config.data.store == "originals" else {})
 
 
 def check_made_for(folder: Path, manifest: Manifest, config: Config) -> None:
     """Raise DataError if the folder was prepared from other settings."""
-    for key, value in made_for(config).items():
-        if manifest.made_for.get(key) != value:
+    expected = made_for(config)
+    for key in sorted({*expected, *manifest.made_for}):
+        if manifest.made_for.get(key) != (value := expected.get(key)):
             raise DataError(
                 f"{folder}: was made for {key}: {manifest.made_for.get(key)}, now it is {value}; run: python -m pipeline prepare"
             )
 
 
-def verify(folder: Path, manifest: Manifest, splits: tuple[str, ...]) -> None:
-    """Raise DataError unless every byte of these splits is what prepare wrote."""
+def check_decoder(folder: Path, manifest: Manifest) -> None:
+    """Raise DataError if images are decoded while they are read, and what decodes them here may give other pixels."""
+    if (before := manifest.made_for.get(STORE)) not in (None, originals.decoder()):
+        raise DataError(f"{folder}: has {before}, not {originals.decoder()}; install that Pillow, or run: python -m pipeline prepare")
+
+
+def verify(folder: Path, manifest: Manifest, splits: tuple[str, ...], again: bool = False) -> None:
+    """Raise DataError unless every byte of these splits is what prepare wrote.
+
+    A large file that was read before is not read again, unless `again`, as long as it is the same and nobody has written to it.
+    """
+    check_decoder(folder, manifest)
+    seen_in = folder.with_name(f".{folder.name}.seen.json")
+    seen = {} if again else _seen(seen_in)
     for file, expected in manifest.sha256.items():
-        if file.split("-")[0] not in splits:
-            continue
         path = folder / file
-        found = sha256(path) if path.is_file() else "nothing"
+        if file.split("-")[0] not in splits or (path.is_file() and seen.get(file) == [expected, *_stamp(path)]):
+            continue
+        before, began_at = _stamp(path) if path.is_file() else None, time.time()
+        found = sha256(path) if before else "nothing"
         if found != expected:
             raise DataError(f"{path}: expected SHA-256 {expected}, found {found}; run: python -m pipeline prepare")
+        # What was written a moment ago could be written once more at the same time.
+        if before == _stamp(path) and path.stat().st_size > SMALL_BYTES and began_at > path.stat().st_ctime + SETTLED_SECONDS:
+            seen[file] = [expected, *_stamp(path)]
+            with contextlib.suppress(OSError):
+                atomic_write(seen_in, json.dumps(seen).encode())
+
+
+def _stamp(path: Path) -> list[int]:
+    """What changes when a file is written to, or another one takes its place."""
+    found = path.stat()
+    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def _seen(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def open_split(folder: Path, split: str) -> Split:
     """Map a split's arrays from their files: pages are read when used, and shared between processes."""
     # "c": a private, writable mapping that nobody writes to; torch warns about read-only ones.
-    arrays: list[Any] = [np.load(folder / f"{split}-{kind}.npy", mmap_mode="c") for kind in Split._fields]
-    return Split(*arrays)
+    labels = np.load(folder / f"{split}-labels.npy", mmap_mode="c")
+    if (folder / f"{split}-{originals.IMAGES}").exists():
+        check_decoder(folder, manifest := read_manifest(folder))
+        return Split(cast("NDArray[np.uint8]", originals.Originals(folder, split, manifest.shape[-1])), labels)
+    return Split(np.load(folder / f"{split}-images.npy", mmap_mode="c"), labels)
 
 
 def sha256(path: Path) -> str:

@@ -1,13 +1,12 @@
 """Checks of what the ranks compute on: GPUs, cores, memory and /dev/shm."""
 
-import os
 import shutil
 from pathlib import Path
 
 from pipeline.config import Config, ConfigError, Dist, MachineError
 from pipeline.doctor.finding import Finding
 from pipeline.hardware.machine import Machine
-from pipeline.hardware.placement import a_gpu_each, fewer_ranks, resolve
+from pipeline.hardware.placement import a_gpu_each, on_cpus, resolve, slow_on_cpus, to_fewer_ranks
 
 MIB, GIB = 1 << 20, 1 << 30
 SHARED_BYTES = 256 * MIB
@@ -26,24 +25,15 @@ def ranks(config: Config, machine: Machine) -> list[Finding]:
     ranks_here = dist.world_size // dist.nodes
     how = f"{placement.backend}, {placement.precision}"
     if placement.device == "cpu":
-        cores, threads = len(os.sched_getaffinity(0)), ranks_here * dist.threads_per_rank
-        text = f"no GPU; {ranks_here} ranks with {threads} threads on {cores} cores ({how})"
-        if threads > cores:
-            return [Finding("note", f"{text}, which is slow", _fewer_ranks(dist, cores // dist.threads_per_rank))]
-        return [Finding("ok", text)]
+        slow = slow_on_cpus(dist, placement, machine)
+        return [Finding("note", *found) for found in slow] or [Finding("ok", on_cpus(dist, placement))]
     text = f"{ranks_here} rank{'s' * (ranks_here > 1)} on {gpus} GPU{'s' * (gpus > 1)}, {machine.gpus[0]} ({how})"
     if gpus < ranks_here and dist.backend == "auto":
-        return [Finding("wrong", f"{text}: ranks that share a GPU through gloo are slow", _fewer_ranks(dist, gpus))]
+        return [Finding("wrong", f"{text}: ranks that share a GPU through gloo are slow", to_fewer_ranks(dist, gpus))]
     if dist.world_size < asked.world_size:
         why = f"not {asked.world_size}, as ranks that share a GPU are slow; the bits are the same"
-        return [Finding("note", f"{text}: {why}", _fewer_ranks(asked, gpus))]
+        return [Finding("note", f"{text}: {why}", to_fewer_ranks(asked, gpus))]
     return [Finding("ok", text)]
-
-
-def _fewer_ranks(dist: Dist, most: int) -> str:
-    """The settings of the same experiment with as many ranks as possible, but no more than `most` per node."""
-    settings = ", ".join(f"{name}: {value}" for name, value in fewer_ranks(dist, most).items())
-    return f"set dist.{settings}{', lanes_per_rank: null' if isinstance(dist.lanes_per_rank, list) else ''}"
 
 
 def memory(dist: Dist, limit_bytes: int | None, device: str) -> list[Finding]:

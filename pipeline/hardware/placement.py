@@ -1,5 +1,6 @@
 """From what is asked for and what is here to where each rank runs; every check that needs the machine."""
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,6 +81,30 @@ def fewer_ranks(dist: Dist, most: int) -> dict[str, int]:
         found["replicas"] = size // width if size % width == 0 else 1
     if dist.batch_size_per_gpu is not None:
         found["batch_size_per_gpu"] = dist.images_per_step // (size * dist.accumulation)
+    return found
+
+
+def to_fewer_ranks(dist: Dist, most: int) -> str:
+    """The settings of the same experiment with as many ranks as possible, but no more than `most` per node."""
+    settings = ", ".join(f"{name}: {value}" for name, value in fewer_ranks(dist, most).items())
+    return f"set dist.{settings}{', lanes_per_rank: null' if isinstance(dist.lanes_per_rank, list) else ''}"
+
+
+def on_cpus(dist: Dist, placement: Placement) -> str:
+    """How many ranks and threads compute on this machine's cores."""
+    ranks_here, cores = dist.world_size // dist.nodes, len(os.sched_getaffinity(0))
+    threads = ranks_here * dist.threads_per_rank
+    return f"no GPU; {ranks_here} ranks with {threads} threads on {cores} cores ({placement.backend}, {placement.precision})"
+
+
+def slow_on_cpus(dist: Dist, placement: Placement, machine: Machine) -> list[tuple[str, str]]:
+    """What makes ranks on this machine's CPUs slower than they need be, each with what to set."""
+    cores = len(os.sched_getaffinity(0))
+    found: list[tuple[str, str]] = []
+    if dist.world_size // dist.nodes * dist.threads_per_rank > cores:
+        found.append((f"{on_cpus(dist, placement)}, which is slow", to_fewer_ranks(dist, cores // dist.threads_per_rank)))
+    if placement.precision == "bf16" and not machine.cpu_has_bf16:
+        found.append(("this CPU has no instructions for bf16, and takes several times as long", "set train.precision: auto"))
     return found
 
 

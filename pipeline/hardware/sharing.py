@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pipeline.hardware import machine
 from pipeline.job import Job
+from pipeline.sections import Dist
 
 
 def lock_folder() -> Path:
@@ -23,8 +24,7 @@ def gpus_taken(job: Job, wait: Callable[[str], None]) -> Generator[str | None]:
     Whoever has set CUDA_VISIBLE_DEVICES has chosen, and may let several trainings share a GPU.
     """
     uuids = () if job.device == "cpu" or "CUDA_VISIBLE_DEVICES" in os.environ else machine.detect().uuids
-    # nn.DataParallel's one process uses all of them.
-    count = len(uuids) if job.config.dist.strategy == "dataparallel" else min(job.config.dist.world_size, len(uuids))
+    count = wanted(job.config.dist, len(uuids))
 
     def waiting(free: int) -> None:
         of = f"{count} of {len(uuids)} GPUs, and other trainings on this machine leave {free}"
@@ -32,6 +32,11 @@ def gpus_taken(job: Job, wait: Callable[[str], None]) -> Generator[str | None]:
 
     with taken(uuids, count, waiting) as numbers:
         yield None if numbers == list(range(count)) else ",".join(map(str, numbers))
+
+
+def wanted(dist: Dist, gpus: int) -> int:
+    """How many of these GPUs a training uses; nn.DataParallel's one process has a lane at least on each."""
+    return min(dist.pieces if dist.strategy == "dataparallel" else dist.world_size, gpus)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ CONSEQUENCE = re.compile(
     r"onnection (closed|reset|refused|was likely closed)|connectFullMesh|Broken pipe|Timed out waiting|unhandled system error"
     r"|remote process exited|communicator was aborted|collective operation timeout"
 )
-OUT_OF_MEMORY = re.compile(r"out of memory|[Cc]an(no|')t allocate memory|not enough memory|MemoryError|bad_alloc")
+OUT_OF_MEMORY = re.compile(r"out of memory|[Cc]an(no|')t allocate memory|not enough memory|MemoryError|bad_alloc|_ALLOC(ATION)?_FAILED")
 CRASH_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 # A rank that hung; the same code as for one that was lost.
 HUNG = 6

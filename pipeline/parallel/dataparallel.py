@@ -68,7 +68,9 @@ class DataParallel(Replicated):
         for index, device in enumerate(devices[1:], 1):
             model = copy.deepcopy(task.model).to(device)
             own: list[Tensor] = [one for one in model.parameters() if one.requires_grad]
-            self._copies.append(Copy(FlatTask(replace(task, model=model), lanes.global_batch, own), device, cut.of(index)))
+            weights = None if task.class_weights is None else task.class_weights.to(device)
+            theirs = replace(task, model=model, class_weights=weights)
+            self._copies.append(Copy(FlatTask(theirs, lanes.global_batch, own), device, cut.of(index)))
         # A new thread would compute a matrix product on all cores, and round differently (torch 2.14, oneDNN).
         self._threads = ThreadPoolExecutor(len(devices), initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
         # One at a time.
@@ -107,7 +109,7 @@ class DataParallel(Replicated):
                 with self._reading:
                     self._ranks.heartbeat.computing()
                     images, labels = task.batch(step, lane)
-                with self._alone(one.device):
+                with self._alone(one.device, task):
                     task.seed_draws(step, lane, one.device)
                     row, gradient = one.task.gradient(images.to(one.device), labels.to(one.device))
                 found.rows.append(row)
@@ -115,6 +117,6 @@ class DataParallel(Replicated):
                 push(found.buffers, (lane, 1, floating(model.buffers())), add)
         return found
 
-    def _alone(self, device: torch.device) -> AbstractContextManager[object]:
-        """CPUs have one generator for all threads."""
-        return self._computing if device.type == "cpu" else nullcontext()
+    def _alone(self, device: torch.device, task: Task) -> AbstractContextManager[object]:
+        """CPUs have one generator for all threads, from which a model of the user's own may draw on a GPU too."""
+        return self._computing if device.type == "cpu" or task.seeds_all else nullcontext()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.config import Dist
+from pipeline.config import ConfigError, Dist
 from pipeline.parallel.lanes import Lanes, Task, TreeNode, fold
 from pipeline.parallel.ordered import add
 from pipeline.parallel.replicas import FlatTask, Replicas, flat_task, in_the_tree
@@ -77,8 +77,20 @@ class Graph:
         here.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         # Of this thread alone: NCCL's watchdog asks for events meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            row, gradient = self._task.gradient(images, labels)
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                row, gradient = self._task.gradient(images, labels)
+        except RuntimeError as error:
+            raise why_not_captured(error) from error
         for buffer, value in zip(model.buffers(), before, strict=True):
             buffer.copy_(value)
         return Captured(graph, images, labels, row, gradient)
+
+
+def why_not_captured(error: RuntimeError) -> Exception:
+    """What went wrong first: the end of a capture that failed raises once more, and says nothing of it."""
+    first = error.__context__ if isinstance(error.__context__, Exception) else error
+    if isinstance(first, torch.OutOfMemoryError):
+        return first
+    said = (str(first).splitlines() or [type(first).__name__])[0]
+    return ConfigError(f"dist.strategy: graphs cannot capture this model's step ({said}); set dist.strategy: ddp")

@@ -11,15 +11,19 @@ from pipeline.parallel.ordered import OrderedSum, add
 
 
 class LaneBuffers:
-    """A model's buffers in a step: each lane starts from the same ones; floating-point ones become the mean over lanes."""
+    """A model's buffers in a step: each lane starts from the same ones; floating-point ones become the mean over lanes.
+
+    Modules that are not in training, as frozen ones, change none.
+    """
 
     def __init__(self, model: nn.Module, lanes: Lanes):
         # Of one type each, so that a device copies a list in one launch.
         by_type: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in model.buffers():
+        found = dict.fromkeys(buffer for module in model.modules() if module.training for buffer in module.buffers(recurse=False))
+        for buffer in found:
             by_type.setdefault(buffer.dtype, []).append(buffer)
         self._lists = list(by_type.values())
-        self._floating = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        self._floating = [buffer for buffer in found if buffer.is_floating_point()]
         self._sum = OrderedSum(lanes)
         self._lanes = lanes
         self._before: list[list[Tensor]] = []

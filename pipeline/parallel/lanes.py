@@ -1,10 +1,12 @@
 """Lanes: the equal pieces of a global batch, who owns them, and the one tree in which their results are summed."""
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -103,6 +105,9 @@ class Task:
     seed: int
     label_smoothing: float
     autocast: Callable[[], AbstractContextManager[object]]
+    class_weights: Tensor | None = None
+    # A model of the user's own may draw from any generator.
+    seeds_all: bool = False
 
     def forward(self, model: nn.Module, step: int, lane: int) -> tuple[Tensor, Tensor]:
         """The sum of the losses of one lane, and its row of totals."""
@@ -116,7 +121,12 @@ class Task:
 
     def seed_draws(self, step: int, lane: int, device: torch.device) -> None:
         """Start the generator that dropout draws from at the lane's seed."""
-        seed_draws(draw_seed(self.seed, "lane", step, lane), device)
+        seed = draw_seed(self.seed, "lane", step, lane)
+        if self.seeds_all:
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.default_generator.manual_seed(seed)
+        seed_draws(seed, device)
 
     def loss(self, model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of the losses of some images, and their row of totals."""
@@ -124,8 +134,9 @@ class Task:
             logits = model(images)
         # In fp32 at least.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
-        correct, top5_correct = right_answers(logits.detach(), labels)
+        loss = F.cross_entropy(logits, labels, self.class_weights, reduction="sum", label_smoothing=self.label_smoothing)
+        # Of mixed images, the class of the larger share counts as right.
+        correct, top5_correct = right_answers(logits.detach(), labels if labels.ndim == 1 else labels.argmax(1))
         return loss, torch.stack([loss.detach().double(), correct.double(), top5_correct.double()])
 
 

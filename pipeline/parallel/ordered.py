@@ -125,6 +125,8 @@ class LaneGradients:
         self._index: dict[Tensor, int] = {parameter: index for index, parameter in enumerate(parameters)}
         self._stack: list[TreeNode[list[Tensor]]] = []
         self._under_way: list[_Sum] = []
+        # What the stream below reads, until the next step: this one's end waits for it.
+        self._read: list[Tensor] = []
         # Backward's own stream would wait for the network.
         self._stream = torch.cuda.Stream(ranks.device, priority=-1) if ranks.device.type == "cuda" and ranks.size > 1 else None
 
@@ -165,10 +167,11 @@ class LaneGradients:
         if self._stream is None:
             yield
             return
+        if not self._under_way:
+            self._read.clear()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        for value in values:
-            # Their memory is not given to others before this stream has read it.
-            value.record_stream(self._stream)
+        # Kept rather than recorded: how much memory a step takes is then no matter of how far the host is ahead.
+        self._read += values
         with torch.cuda.stream(self._stream):
             yield
 

@@ -1,5 +1,6 @@
 """What a person claims of a run, to be verified: its receipt, or what is left of one that is not finished."""
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,10 @@ def _unfinished(run: Path) -> Claim:
     if not header or not isinstance(identity, dict):
         raise ConfigError(f"{run}: is neither a receipt nor the folder of a run; {NAME_ONE}")
     values: dict[str, Any] = {}
+    jobs = sorted(run.glob("logs/*/job.json"), key=lambda path: path.stat().st_mtime)
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+        # All of it, which the journal's lines for MLflow are not.
+        return Claim(str(run), run, identity, json.loads(jobs[-1].read_bytes())["config"], None)  # pyright: ignore
     for name, value in header["params"].items():
         section, _, key = name.partition(".")
         values |= {section: values.get(section, {}) | {key: value}} if key else {section: value}

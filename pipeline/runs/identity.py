@@ -10,6 +10,8 @@ from pipeline.files import atomic_write
 from pipeline.hardware.environment import NCCL_SWITCHES, switches
 from pipeline.hardware.machine import cuda_of_torch
 from pipeline.hardware.placement import Placement
+from pipeline.job import FirstWeights
+from pipeline.own_code import packages
 from pipeline.runs.source import source_digests
 
 IDENTITY = "identity.json"
@@ -24,6 +26,8 @@ NCCL = "nvidia-nccl"
 def versions(config: Config, device: str, backend: str) -> dict[str, str]:
     """Versions of the packages that compute in this experiment, read without importing them."""
     found = {name: version(name) for name in EVERYWHERE}
+    if config.model.source is not None:
+        found |= packages(config.model.source)
     if device == "cuda":
         found |= {name: _version_for_cuda(name) for name in (*ON_GPUS, *([NCCL] if _nccl_adds(config, backend) else []))}
     return found
@@ -43,11 +47,13 @@ def _version_for_cuda(name: str) -> str:
     raise MachineError(f"{name}: not installed as a package, so it is unknown which one would compute on the GPU; run: make setup")
 
 
-def run_identity(config: Config, placement: Placement, data: dict[str, str | None]) -> dict[str, Any]:
+def run_identity(config: Config, placement: Placement, data: dict[str, str | None], first: FirstWeights | None) -> dict[str, Any]:
     """All that a fingerprint is made of."""
+    first_weights = {"first weights": first.sha256} if first else {}
     nccl = {"nccl": switches(NCCL_SWITCHES)} if _nccl_adds(config, placement.backend) else {}
     return (
         nccl
+        | first_weights
         | config.identity(placement.device_kind, placement.precision, placement.backend)
         | data
         | {

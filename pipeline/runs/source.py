@@ -38,6 +38,10 @@ def source_digests(config: Config, *entries: str) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     left = [*(entries or [TRAIN]), *(name.removeprefix("pipeline.") for name in _chosen(config))]
+    if config.model.source is not None:
+        own = _module(config.model.source.encode()).imports
+        # By `build` it may take any of them.
+        left += [*own, *(name.removeprefix("pipeline.") for name in models.CATALOGUE.values() if "models" in own)]
     while left:
         name = left.pop()
         path = _file(name)

@@ -11,8 +11,10 @@ from typing import Any
 
 import yaml
 
-# In the model's folder; a name of its own, as MLflow imports it beside whatever else there is.
-SERVED = "lockstep_served_model"
+from pipeline import pictures
+
+# In the model's folder; names of their own, as MLflow imports them beside whatever else there is.
+SERVED, PICTURES = "lockstep_served_model", "lockstep_pictures"
 
 
 class Program:
@@ -36,7 +38,9 @@ class Program:
         facts = {"classes": self._class_names, "shape": self._shape, "precision": self._precision}
         (folder / "data" / "facts.json").write_text(json.dumps(facts))
         (folder / "code").mkdir()
-        shutil.copyfile(Path(__file__).with_name("served_model.py"), folder / "code" / f"{SERVED}.py")
+        shutil.copyfile(pictures.__file__, folder / "code" / f"{PICTURES}.py")
+        served = Path(__file__).with_name("served_model.py").read_text().replace(pictures.__name__, PICTURES)
+        (folder / "code" / f"{SERVED}.py").write_text(served)
         needs = [f"{name}=={version(name)}" for name in ("mlflow", "torch", "numpy", "pandas", "pillow")]
         (folder / "requirements.txt").write_text("\n".join(needs) + "\n")
         environment = {"python": platform.python_version(), "build_dependencies": ["pip"], "dependencies": ["-r requirements.txt"]}

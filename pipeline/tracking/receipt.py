@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -69,8 +70,11 @@ def image() -> str | None:
     return os.environ.get("LOCKSTEP_IMAGE") or (IMAGE.read_text().strip() if IMAGE.exists() else None)
 
 
-def git_state(code: Path = CODE) -> dict[str, Any]:
-    """Return the commit of this code and whether its tree differs from it; in an image, the commit that its builder passed."""
+def git_state(code: Path = CODE, own: Sequence[Path] = ()) -> dict[str, Any]:
+    """Return the commit of this code and whether its tree differs from it; in an image, the commit that its builder passed.
+
+    Files of the user's own count too, and so that they are in a commit at all.
+    """
     if not (code / ".git").exists():
         return {"commit": os.environ.get("LOCKSTEP_COMMIT") or None, "dirty": None}
 
@@ -78,7 +82,11 @@ def git_state(code: Path = CODE) -> dict[str, Any]:
         return subprocess.run(["git", *words], cwd=code, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", *SOURCES))}
+        # One file may have both functions.
+        files = sorted({path.resolve() for path in own})
+        within = [str(path) for path in files if path.is_relative_to(code.resolve())]
+        unknown = len(within) < len(files) or bool(within and len(git("ls-files", "--", *within).splitlines()) < len(within))
+        return {"commit": git("rev-parse", "HEAD"), "dirty": unknown or bool(git("status", "--porcelain", "--", *SOURCES, *within))}
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "dirty": None}
 

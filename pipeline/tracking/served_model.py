@@ -1,4 +1,4 @@
-"""Images in, class names and probabilities out: MLflow keeps this file beside the program, and needs no other of this code.
+"""Images in, class names and probabilities out: MLflow keeps this file and `pictures.py` beside the program, and no other of this code.
 
 Images are uint8 [N, C, H, W] from 0 to 255, or files in a list or in the column `image` of a table: a path (pathlib.Path), the content as
 bytes, or the content in base64. A text is never a path: whoever may ask a server could name its files.
@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from pipeline.pictures import FORMATS, square
 
 # As evaluate has them: a batch of another size may differ in the last bits.
 CHUNK = 250
@@ -63,15 +65,12 @@ class ImageClassifier:
         return np.ascontiguousarray(array, np.uint8)
 
     def _decoded(self, image: str | bytes | Path) -> Any:
-        """The pixels of a file, in the model's size and number of channels."""
+        """The pixels of a file, as prepare has those of images in folders."""
         from PIL import Image
 
-        with Image.open(io.BytesIO(content(image))) as opened:
-            channels, height, width = self._shape
-            picture = opened.convert({1: "L", 3: "RGB"}[channels])
-            if picture.size != (width, height):
-                picture = picture.resize((width, height), Image.Resampling.BILINEAR)
-            pixels = np.asarray(picture)
+        channels, side, _ = self._shape
+        with Image.open(io.BytesIO(content(image)), formats=FORMATS) as opened:
+            pixels = np.asarray(square(opened, side).convert({1: "L", 3: "RGB"}[channels]))
         return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
 
 

@@ -11,6 +11,7 @@ from pipeline.data import Split
 from pipeline.data.batches import Pixels, chunks
 from pipeline.parallel.lanes import right_answers
 from pipeline.ranks import Ranks
+from pipeline.training.guard import check_gpus
 
 CHUNK = 250
 
@@ -45,10 +46,9 @@ class Evaluation:
         self._per_rank = [whole + (rank < rest) for rank in range(ranks.size)]
         first = sum(self._per_rank[: ranks.rank])
         own = pieces[first : first + self._per_rank[ranks.rank]]
-        self._batches = [(torch.from_numpy(split.images[piece]), torch.from_numpy(split.labels[piece])) for piece in own]
-        if hold:
-            # Once, and not in every epoch.
-            self._batches = [(images.to(pixels.device), labels.to(pixels.device)) for images, labels in self._batches]
+        self._split, self._own = split, own
+        # Once, and not in every epoch.
+        self._held = [(images.to(pixels.device), labels.to(pixels.device)) for images, labels in map(self._read, own)] if hold else None
         self._total = len(split.labels)
         sizes = iter(piece.stop - piece.start for piece in pieces)
         self._images_per_rank = [sum(next(sizes) for _ in range(count)) for count in self._per_rank]
@@ -77,21 +77,21 @@ class Evaluation:
     def _evaluate(
         self, model: nn.Module, dtype: torch.dtype | None, stopped: Callable[[], bool], each: list[Tensor] | None
     ) -> Result | None:
-        was_training = model.training
+        was_training, frozen = model.training, [one for one in model.modules() if not one.training]
         model.eval()
         device = self._pixels.device
         losses: list[Tensor] = []
         counts = torch.zeros(1 + self._num_classes**2, dtype=torch.int64, device=device)
         for index in range(max(self._per_rank)):
             if stopped():
-                model.train(was_training)
+                back_in_training(model, was_training, frozen)
                 return None
-            if index >= len(self._batches):
+            if index >= len(self._own):
                 # This rank has a chunk less, and is asked as often.
                 if self._in_step:
                     self._logits(model, self._blank, dtype)
                 continue
-            images, labels = self._batches[index]
+            images, labels = self._held[index] if self._held else self._read(self._own[index])
             self._ranks.heartbeat.computing()
             labels = labels.to(device)
             logits = self._logits(model, images, dtype)
@@ -101,17 +101,28 @@ class Evaluation:
             counts[0] += right_answers(logits, labels)[1]
             # `bincount` would wait for the device.
             counts[1:].index_add_(0, labels * self._num_classes + logits.argmax(1), torch.ones_like(labels))
-        model.train(was_training)
+        back_in_training(model, was_training, frozen)
+        check_gpus()
         rows = torch.stack(losses) if losses else torch.zeros(0, dtype=torch.float64, device=device)
         loss = self._ranks.gather_rows(rows, self._per_rank).cpu().sum().item() / self._total
         counts = self._ranks.sum_integers(counts).cpu()
         confusion = counts[1:].view(self._num_classes, self._num_classes)
         return Result(loss, int(confusion.diagonal().sum()), int(counts[0]), self._total, confusion)
 
+    def _read(self, piece: slice) -> tuple[Tensor, Tensor]:
+        return torch.from_numpy(self._split.images[piece]), torch.from_numpy(self._split.labels[piece])
+
     def _logits(self, model: nn.Module, images: Tensor, dtype: torch.dtype | None) -> Tensor:
         with torch.autocast(self._pixels.device.type, dtype, enabled=dtype is not None):
             logits: Tensor = model(self._pixels(images))
         return logits.float()
+
+
+def back_in_training(model: nn.Module, was_training: bool, frozen: list[nn.Module]) -> None:
+    """Let a model be trained again, but for the modules that were not."""
+    model.train(was_training)
+    for one in frozen:
+        one.training = False
 
 
 def per_image(logits: Tensor, labels: Tensor) -> Tensor:

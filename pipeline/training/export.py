@@ -47,7 +47,7 @@ def export(job: Job) -> None:
     manifest = store.read_manifest(job.prepared)
     channels, side, _ = manifest.shape
     # In plain memory order: a tensor in another one is stored as a slice of itself.
-    model = models.build(job.config.model.name, channels, side, manifest.num_classes)
+    model = models.of(job.config.model, channels, side, manifest.num_classes)
     model.load_state_dict(load_file(file))
     classifier = Classifier(model, manifest).eval()
     example = torch.zeros((EXAMPLE_IMAGES, *manifest.shape), dtype=torch.uint8)

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,7 @@ class NonFiniteGuard:
 
     def raise_if_diverged(self) -> None:
         """Raise Diverged, on every rank, if a gradient was non-finite; MachineError, on this rank alone, if kernels may have changed."""
-        check_kernels(torch.cuda.memory_stats())
-        # One process may use several.
-        for index in range(torch.cuda.device_count()):
-            check_kernels(torch.cuda.memory_stats(index))
+        check_gpus()
         if self._bad.item():
             step = self._first + int(self._good_steps.item())
             found = f"the gradient of step {step} is not finite, and no weight was updated since"
@@ -82,6 +80,43 @@ class NonFiniteGuard:
         if self._ranks.start_logical_or(bool(bad))():
             where = bad[0] if bad else "another rank"
             raise Diverged(f"training diverged: {where} holds NaN or infinity after step {step}; {CURE}")
+
+
+def check_gpus() -> None:
+    """Raise MachineError if a GPU of this process was too short of memory for a kernel; call it before figures or weights are kept."""
+    check_kernels(torch.cuda.memory_stats())
+    # One process may use several.
+    for index in range(torch.cuda.device_count()):
+        check_kernels(torch.cuda.memory_stats(index))
+
+
+def check_gpu_libraries() -> None:
+    """Raise MachineError unless this GPU computes with what was installed, and tells when its memory is too short."""
+    if (allocator := torch.cuda.get_allocator_backend()) != "native":
+        # It does not count the allocations that failed, after which cuDNN runs another kernel.
+        raise MachineError(
+            f"the GPU's allocator is {allocator}, which hides that memory was too short; take `backend` out of PYTORCH_ALLOC_CONF"
+        )
+    check_cudnn()
+
+
+def check_cudnn() -> None:
+    """Raise MachineError if another cuDNN is loaded than the package that is installed, whose version the fingerprint has."""
+    try:
+        installed = version(f"nvidia-cudnn-cu{str(torch.version.cuda).partition('.')[0]}")
+    except PackageNotFoundError:
+        # Installed under another name, or the launcher would have refused.
+        return
+    try:
+        number = torch.backends.cudnn.version() or 0
+    except RuntimeError as error:
+        # One that does not go with this torch at all.
+        raise MachineError(str(error).splitlines()[0]) from None
+    loaded = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    if loaded.split(".") != installed.split(".")[:3]:
+        raise MachineError(
+            f"cuDNN {loaded} is loaded, and {installed} is installed: its kernels would compute other bits; take it out of LD_LIBRARY_PATH"
+        )
 
 
 def check_kernels(memory_stats: Mapping[str, Any]) -> None:

@@ -16,19 +16,20 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from pipeline import heartbeat, models, parallel, ranks
 from pipeline import job as jobs
 from pipeline.config import ConfigError, DataError, MachineError, draw_seed
-from pipeline.data import Split, augment, store
-from pipeline.data.batches import Batches, Pixels, resident
+from pipeline.data import Split, augment, mixing, store
+from pipeline.data.batches import Batches, Pixels, balanced, resident
 from pipeline.data.order import Order
 from pipeline.files import locked
 from pipeline.hardware.environment import FIXED
 from pipeline.heartbeat import FINISHING
 from pipeline.job import Job
+from pipeline.models import pretrained
 from pipeline.models.pools import check_backward
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.parallel.shares import by_speed
@@ -40,7 +41,8 @@ from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.clipping import Clipping
 from pipeline.training.evaluation import Evaluation
 from pipeline.training.export import export
-from pipeline.training.guard import Diverged, NonFiniteGuard, write_diagnosis
+from pipeline.training.guard import Diverged, NonFiniteGuard, check_gpu_libraries, write_diagnosis
+from pipeline.training.memory import free_bytes, keep_freed_memory
 from pipeline.training.monitor import Monitor
 from pipeline.training.state import State
 from pipeline.training.stopping import Stop
@@ -86,6 +88,8 @@ class Notes(logging.Handler):
 def joined(job: Job) -> Generator[Ranks]:
     """Make numerics deterministic and enter the process group; leave it at the end."""
     fix_bits(job.config.dist.threads_per_rank)
+    if job.device == "cuda":
+        check_gpu_libraries()
     timeout_seconds = collective_seconds(job.config.dist.timeout_seconds)
     info = ranks.rendezvous(job.config.dist.world_size, timeout_seconds, job.config.dist.init_method)
     group = ranks.init_group(job.device, job.backend, info, timeout_seconds)
@@ -118,7 +122,7 @@ def build_model(job: Job, manifest: store.Manifest, device: torch.device) -> nn.
     """Return the experiment's model with its initial weights."""
     channels, side, _ = manifest.shape
     torch.manual_seed(draw_seed(job.config.seed, "weights"))
-    model = models.build(job.config.model.name, channels, side, manifest.num_classes)
+    model = models.of(job.config.model, channels, side, manifest.num_classes)
     return model.to(device=device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue, reportUnknownVariableType]
 
 
@@ -128,11 +132,14 @@ def train(job: Job, group: Ranks, journal: Writer, executor: Executor | None = N
     manifest = store.read_manifest(job.prepared)
     pixels = Pixels(manifest.mean, manifest.std, group.device)
     model = build_model(job, manifest, group.device).train()
+    if job.first_weights is not None:
+        pretrained.begin(model, job.first_weights.file, job.first_weights.sha256, config.model.frozen)
     check_backward(model, config.model.name, group.device)
     split, validation, hold = open_splits(job, group.device)
     order = Order(config.seed, len(split.labels), config.dist.images_per_step, config.dist.pieces)
-    reader = batches(job, split, pixels, order, hold)
-    task, lanes = cut(job, model, reader, group, journal)
+    reader = batches(job, split, pixels, order, hold, manifest)
+    weights = balanced(split.labels, group.device) if config.train.class_weights == "balanced" else None
+    task, lanes = cut(job, model, reader, group, journal, weights)
     strategy = parallel.build(task, lanes, group, config.dist)
     reader.own = strategy.reads
     optimizer = schedule.optimizer(config.train, list(strategy.parameters.values()))
@@ -159,11 +166,11 @@ def train(job: Job, group: Ranks, journal: Writer, executor: Executor | None = N
     return state, step, finished
 
 
-def cut(job: Job, model: nn.Module, reader: Batches, group: Ranks, journal: Writer) -> tuple[Task, Lanes]:
+def cut(job: Job, model: nn.Module, reader: Batches, group: Ranks, journal: Writer, weights: Tensor | None) -> tuple[Task, Lanes]:
     """Return what is computed in a lane, and who owns which lanes."""
     config, dtype = job.config, schedule.autocast_dtype(job.precision)
     autocast = partial(torch.autocast, group.device.type, dtype, enabled=dtype is not None)
-    task = Task(model, reader.lane, config.seed, config.train.label_smoothing, autocast)
+    task = Task(model, reader.lane, config.seed, config.train.label_smoothing, autocast, weights, config.model.source is not None)
     lanes = Lanes(config.dist.pieces_per_rank, group.rank, config.dist.images_per_step)
     if config.dist.lanes_per_rank == "auto":
         lanes = by_speed(lanes, task, group)
@@ -174,21 +181,13 @@ def cut(job: Job, model: nn.Module, reader: Batches, group: Ranks, journal: Writ
 def open_splits(job: Job, device: torch.device) -> tuple[Split, Split, bool]:
     """Return the training and the validation split, and True if both are to be held in the device's memory."""
     splits = [store.open_split(job.prepared, name) for name in ("train", "validation")]
-    return splits[0], splits[1], resident(splits, device, free_bytes(device))
+    return splits[0], splits[1], resident(splits, free_bytes(device))
 
 
-def batches(job: Job, split: Split, pixels: Pixels, order: Order, hold: bool) -> Batches:
+def batches(job: Job, split: Split, pixels: Pixels, order: Order, hold: bool, manifest: store.Manifest) -> Batches:
     """Return the training batches."""
-    transform = augment.build(job.config.data.augment, job.config.seed, len(split.labels))
-    return Batches(split, order, transform, pixels, hold)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return this rank's share of a GPU's free memory; 0 for a CPU."""
-    if device.type == "cpu":
-        return 0
-    sharing = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.cuda.device_count())
-    return torch.cuda.mem_get_info(device)[0] // sharing
+    given = job.config.data.augment, job.config.seed, len(split.labels)
+    return Batches(split, order, augment.build(*given, manifest.mean), pixels, hold, mixing.build(*given, manifest.num_classes))
 
 
 def plan(job: Job, order: Order) -> loop.Steps:
@@ -207,6 +206,7 @@ def run_as_rank(main: Callable[[Job], None]) -> None:
         if os.environ.get("LOCKSTEP_AGENT", str(os.getppid())) != str(os.getppid()):
             # The agent has gone while this process began: nobody would hear of it.
             sys.exit(1)
+    keep_freed_memory()
     job = jobs.read(Path(sys.argv[1]))
     sys.excepthook = exit_at_once
     record(lambda: run_or_exit(main, job))()

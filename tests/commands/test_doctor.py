@@ -105,10 +105,11 @@ def test_a_check_that_never_returns_is_reported_and_delays_nothing(experiment: E
 def test_a_broken_driver_is_wrong_unless_no_gpu_is_wanted(experiment: Experiment) -> None:
     (experiment.folder / "cuda.c").write_text(BROKEN_DRIVER)
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", "libcuda.so.1", "cuda.c"], cwd=experiment.folder, check=True)
-    broken = {"LD_LIBRARY_PATH": str(experiment.folder)}
+    broken = {"LD_LIBRARY_PATH": str(experiment.folder), "CUDA_VISIBLE_DEVICES": "0"}
     found = line(ask(experiment, **broken), "wrong", "GPUs: the GPU's driver does not work (cuInit failed with 803")
     assert found.endswith("see nvidia-smi, or set CUDA_VISIBLE_DEVICES= for CPUs")
-    assert "wrong  GPUs" not in experiment.run("doctor", "--port", str(free_port()), CUDA_VISIBLE_DEVICES="", **broken)
+    without = broken | {"CUDA_VISIBLE_DEVICES": ""}
+    assert "wrong  GPUs" not in experiment.run("doctor", "--port", str(free_port()), **without)
 
 
 def test_a_driver_that_takes_long_to_load_is_told_from_a_broken_one(experiment: Experiment) -> None:

@@ -1,11 +1,13 @@
-"""A data set, a model and a strategy are a file and a line each: added to a copy of this tree, and trained with."""
+"""A data set, a model and a strategy are a file and a line each in a copy of this tree; the first two also a file beside params.yaml."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from pipeline.params import load
 from tests.kit.checkout import clone_of
 from tests.kit.experiment import Experiment, clean_environment
 
@@ -55,3 +57,35 @@ def test_a_file_and_a_line_add_a_data_set_a_model_and_a_strategy(tmp_path: Path)
     done = subprocess.run(words, cwd=tree, env=clean_environment(), capture_output=True, text=True)
     assert done.returncode == 2
     assert "did you mean mean?" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_data_set_and_a_model_beside_params_yaml_are_what_they_were_when_they_were_trained(tmp_path: Path) -> None:
+    experiment = Experiment(tmp_path).with_database()
+    (tmp_path / "mine.py").write_text(DATA + MODEL.replace("num_classes: int)", "num_classes: int, scale: float = 1.0)"))
+    values = {"data": {"name": "mine.py:load"}, "train__learning_rate": 0.5}
+    experiment.set(**values, model={"name": "mine.py:build", "options": {"scale": 2.0}})
+    experiment.run("prepare")
+    experiment.run("train")
+    receipt = experiment.json("models/receipt.json")
+    assert receipt["git"]["dirty"] is True
+    assert load(experiment.run_folder / "params.yaml").model.options == {"scale": 2.0}
+    # Another number of ranks, and a file that is gone meanwhile: evaluate and verify take what was trained with.
+    experiment.set(**values, model={"name": "mine.py:build", "options": {"scale": 2.0}}, dist__world_size=1, dist__batch_size_per_gpu=96)
+    assert "finished already" in experiment.run("train")
+    (tmp_path / "mine.py").rename(tmp_path / "other.py")
+    altered = json.loads(json.dumps(receipt))
+    altered["parameters"]["model"]["source"] += "# Something else."
+    (tmp_path / "models" / "receipt.json").write_text(json.dumps(altered))
+    assert "its model is not the code that was trained with" in experiment.run("evaluate", expect=3)
+    (tmp_path / "models" / "receipt.json").write_text(json.dumps(receipt))
+    experiment.run("evaluate")
+    assert experiment.json("metrics/eval.json")["accuracy"] > 0.9
+    assert "bit-equal" in experiment.run("verify", "--world-size", "1")
+    said = experiment.run("train", expect=2)
+    assert "mine.py: No such file or directory; name a file, from the folder of params.yaml on" in said
+    (tmp_path / "mine.py").write_text("def build(channels, side, num_classes):\n    raise ValueError('too deep')\n")
+    experiment.set(**values | {"data": {"name": "mine.py:load"}}, model={"name": "mine.py:build"})
+    said = experiment.run("train", expect=2)
+    assert "model.name: mine.py:2: ValueError: too deep" in said
+    assert "Traceback" not in said

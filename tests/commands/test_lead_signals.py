@@ -15,7 +15,7 @@ from pipeline.lead import SignalRelay
 from pipeline.timeouts import STORM_SECONDS
 from tests.kit.compose import free_port
 from tests.kit.experiment import Experiment
-from tests.kit.leading import LONG, Job, digest, end
+from tests.kit.leading import LONG, Job, digest, end, runs_below
 from tests.kit.waiting import until
 
 # Writes down every signal that it gets, and stays.
@@ -67,6 +67,8 @@ def test_a_command_that_is_stopped_before_it_has_ranks_is_one_to_start_again(exp
         process = led(experiment, *words)
         assert process.stdout is not None
         until(lambda: "ready" in process.stdout.readline(), seconds=30)  # noqa: B023
+        # dash blocks signals until it has forked: one that comes meanwhile ends it and never reaches what it forks.
+        until(lambda: runs_below(process, words[0] if words[0] == sys.executable else "sleep"), seconds=30)  # noqa: B023
         process.send_signal(signal.SIGTERM)
         assert end(process, 30)[0] == 75
 

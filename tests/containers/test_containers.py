@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bench.made_images import packed
+from pipeline.tracking.journal import last, read
 from tests.kit.checkout import clone_of
 from tests.kit.compose import USER, Project, sh
 from tests.kit.experiment import SMALL, settings
@@ -105,6 +107,36 @@ def test_a_container_with_too_little_memory_says_what_to_lower(image: str, tmp_p
     record_property("happened", "one restart, then exit 4: ran out of memory in step 0; lower dist.batch_size_per_gpu (1024)")
 
 
+SMALL_MODEL = """
+from torch import nn
+
+def build(channels: int, side: int, num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.AvgPool2d(side), nn.Flatten(), nn.Linear(channels, num_classes))
+"""
+
+
+@pytest.mark.fault(7, "docker run --memory: a data set of three times as much is read once through")
+def test_data_of_three_times_the_memory_train(image: str, tmp_path: Path) -> None:
+    limit = 1200 * 2**20
+    params = packed(tmp_path / "e", 3 * limit, 96)
+    assert (tmp_path / "e" / "data" / "prepared" / "train-images.npy").stat().st_size > 2.99 * limit
+    values = yaml.safe_load(params.read_text())
+    values["model"] = {"name": "mine.py:build"}
+    values["tracking"] = {}
+    values["dist"]["batch_size_per_gpu"] = 128
+    params.write_text(yaml.safe_dump(values))
+    (tmp_path / "e" / "mine.py").write_text(SMALL_MODEL)
+    sh("chown", "-R", f"{USER}:{USER}", str(tmp_path))
+    held = [f"--memory={limit}", f"--memory-swap={limit}", f"--user={USER}:{USER}", f"--volume={tmp_path / 'e'}:/e"]
+    sh("docker", "run", "--rm", *held, image, "train", "--params=/e/params.yaml")
+    (journal,) = (tmp_path / "e").glob("runs/*/journal.jsonl")
+    # Once, without a rank that was lost.
+    assert [line["kind"] for line in read(journal) if line["kind"] in ("started", "finished", "failed")] == ["started", "finished"]
+    assert last(journal, "finished")["step"] == 3 * limit // (3 * 96 * 96) // 128
+    # pytest keeps folders.
+    shutil.rmtree(tmp_path / "e" / "data")
+
+
 def test_fashion_mnist_is_in_the_image(image: str, tmp_path: Path) -> None:
     (tmp_path / "params.yaml").write_text("seed: 1\n")
     shutil.chown(tmp_path, 4321, 4321)
@@ -160,16 +192,18 @@ def test_the_gpu_file_gives_all_gpus_to_one_container(project: Callable[..., Pro
         services = json.loads(job.compose("config", "--format", "json", **environment))["services"]
         (device,) = services["leader"]["deploy"]["resources"]["reservations"]["devices"]
         assert (device["driver"], device["device_ids"]) == expected
-        assert services["leader"]["command"] == ["dvc", "repro"]
+        # DVC alone would end at once where a container is stopped, and ranks with it.
+        assert services["leader"]["command"] == ["lead", "--workers", "0", "dvc", "repro"]
         assert services["worker"]["deploy"]["replicas"] == 0
 
 
 def test_the_other_gpu_file_gives_each_service_its_own(project: Callable[..., Project]) -> None:
     job = project("gpus", "docker-compose.gpu-each.yml")
-    services = json.loads(job.compose("config", "--format", "json", LEADER_GPUS="0", WORKER_GPUS="3"))["services"]
-    for service, gpu in (("leader", "0"), ("worker", "3")):
-        (device,) = services[service]["deploy"]["resources"]["reservations"]["devices"]
-        assert (device["driver"], device["device_ids"], device["capabilities"]) == ("nvidia", [gpu], ["gpu"])
+    for driver, chosen in (("nvidia", {}), ("cdi", {"GPU_DRIVER": "cdi"})):
+        services = json.loads(job.compose("config", "--format", "json", LEADER_GPUS="0", WORKER_GPUS="3", **chosen))["services"]
+        for service, gpu in (("leader", "0"), ("worker", "3")):
+            (device,) = services[service]["deploy"]["resources"]["reservations"]["devices"]
+            assert (device["driver"], device["device_ids"], device["capabilities"]) == (driver, [gpu], ["gpu"])
 
 
 def test_mlflows_store_serves_the_next_user_too(project: Callable[..., Project]) -> None:

@@ -4,12 +4,17 @@ import ast
 import os
 import subprocess
 import sys
+import time
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.faults.report import CASES, REQUIRED
 from tests.kit.experiment import ROOT
+from tests.kit.skips import FROM, UNTIL, in_another_order
 
 TEST = """
 import pytest
@@ -41,7 +46,7 @@ def session(folder: Path, body: str, required: str, plugin: str, **environment: 
         "pytest.ini",
         ".",
     ]
-    clean = {name: value for name, value in os.environ.items() if name != "LOCKSTEP_NO_SKIPS"}
+    clean = {name: value for name, value in os.environ.items() if name not in ("LOCKSTEP_NO_SKIPS", UNTIL, FROM)}
     return subprocess.run(words, cwd=folder, env=clean | {"PYTHONPATH": str(ROOT)} | environment, capture_output=True).returncode
 
 
@@ -58,6 +63,25 @@ def test_make_faults_fails_where_a_required_case_is_missing_or_skipped(tmp_path:
 )
 def test_in_ci_a_skipped_test_that_could_have_run_is_a_failure(tmp_path: Path, body: str, strict: str, code: int) -> None:
     assert session(tmp_path, body, "", "tests.kit.skips", LOCKSTEP_NO_SKIPS=strict) == code
+
+
+@pytest.mark.parametrize(("minutes", "code"), [(-1, 0), (60, 1)])
+def test_no_test_begins_after_the_limit_and_that_is_no_failure(tmp_path: Path, minutes: int, code: int) -> None:
+    limit = {UNTIL: str(time.time() + minutes * 60), "LOCKSTEP_NO_SKIPS": "1"}
+    assert session(tmp_path, "assert False", "", "tests.kit.skips", **limit) == code
+
+
+def test_another_commit_begins_with_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = []
+    for commit in ("a", "a", "b"):
+        items: list[Any] = [SimpleNamespace(path=Path(f"test_{number % 9}.py"), number=number) for number in range(27)]
+        monkeypatch.setenv(FROM, commit)
+        in_another_order(items)
+        orders.append([one.path for one in items])
+        # Tests of a file stay together, in their order.
+        assert [one.number for one in items if one.path == Path("test_3.py")] == [3, 12, 21]
+        assert len({(one, other) for one, other in pairwise(orders[-1]) if one != other}) == 8
+    assert orders[0] == orders[1] != orders[2]
 
 
 def test_every_required_case_has_a_test() -> None:

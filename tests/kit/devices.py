@@ -10,7 +10,7 @@ import torch
 GPU = os.environ.get("LOCKSTEP_GPU", "cuda")
 NCCL = "nccl" if GPU == "cuda" else "gloo"
 # For ranks that are to share a GPU; where NCCL refuses that, its newer versions can be told not to.
-ONE_GPU = {"CUDA_VISIBLE_DEVICES": "0"} if GPU == "cuda" else {}
+ONE_GPU = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]} if GPU == "cuda" else {}
 SHARED_BY_NCCL = ONE_GPU | {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "1"}
 MISSING = GPU == "cuda" and not torch.cuda.is_available()
 

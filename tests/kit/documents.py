@@ -6,6 +6,8 @@ from pathlib import Path
 from tests.kit.experiment import ROOT
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "bench/README.md")] + sorted((ROOT / "docs").glob("*.md"))
+# Its commands need images: tests/commands/test_your_images.py runs them.
+OWN_IMAGES = ROOT / "docs" / "your-images.md"
 
 _COMPOSE = "docker compose -f docker-compose.yml -f docker-compose"
 # Commands that the tests of documents do not run as they stand: what they run instead, and why.
@@ -64,6 +66,7 @@ INSTEAD = {
     "make bench": ("make bench BENCH='--pairs=1 --seconds=0.1 lenet'", "an hour"),
     "python bench/faults.py": ("python bench/faults.py --help", "half an hour"),
     f"{_COMPOSE}.gpu.yml up": (f"{_COMPOSE}.gpu.yml config --quiet", "needs GPUs"),
+    f"{_COMPOSE}.gpu.yml run --rm leader doctor": (f"{_COMPOSE}.gpu.yml config --quiet", "needs GPUs"),
     f"{_COMPOSE}.gpu-each.yml up": (f"{_COMPOSE}.gpu-each.yml config --quiet", "needs GPUs"),
     f"POSTGRES_PASSWORD=secret {_COMPOSE}.postgres.yml up --build": (
         f"{_COMPOSE}.postgres.yml config --quiet",
@@ -76,7 +79,8 @@ ELSEWHERE = {
     "make ui IN=FOLDER": "`make ui`, in the README, with the folder that it has by itself",
     "make ui PORT=NUMBER": "`make ui`, in the README, with the port that it has by itself",
     "make test-fast": "tests/containers/test_other_system.py",
-    "make test-all": ".ci/run",
+    "make test-all": ".ci/run, its two parts one after the other",
+    "make test-hard": ".ci/run",
     "make test-systems": ".ci/run",
     "make pictures": "nobody: its pictures are looked at; tests/commands/test_mlflow_pages.py looks at the pages",
     "make golden": "nobody: it rewrites what the tests compare with",
@@ -94,6 +98,9 @@ ELSEWHERE = {
     "python -m pipeline train --resume runs/…": "tests/faults/test_strategy_faults.py",
     "python bench/run.py PART…": "`make bench`, above",
     "python bench/run.py strategies": "nobody: ten minutes",
+    "python bench/run.py storage": "nobody: an hour",
+    "python bench/run.py against": "nobody: half an hour",
+    "python bench/run.py images": "nobody: a quarter of an hour",
     "python bench/gpu.py PART…": "nobody: it needs a GPU; tests/ranks/test_gpu.py and others are what it runs",
     "make bench-gpu": "nobody: it needs a GPU",
     "python -m pipeline lead dvc repro": "tests/commands/test_lead.py, with a scheduler's variables",
@@ -107,8 +114,13 @@ ELSEWHERE = {
 
 def commands() -> list[str]:
     """Every line of every `sh` block of every page, once, in the order in which a reader meets them."""
-    blocks = [block for page in PAGES for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)]
-    return list(dict.fromkeys(line for block in blocks for line in block.splitlines() if line))
+    return list(dict.fromkeys(line for page in PAGES if page != OWN_IMAGES for line in blocks(page)))
+
+
+def blocks(page: Path) -> list[str]:
+    """The lines of a page's `sh` blocks."""
+    found = re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [line for block in found for line in block.splitlines() if line]
 
 
 def runnable(command: str) -> str:
@@ -131,9 +143,8 @@ def spans(page: Path) -> list[str]:
     return re.findall(r"`([^`\n]+)`", text)
 
 
-def listed_model() -> tuple[str, str]:
-    """The model that the README adds: the content of its file, and its entry in the catalogue."""
+def listed_model() -> str:
+    """The model that the README adds: the content of its file."""
     text = (ROOT / "README.md").read_text()
     (listing,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    (entry,) = re.findall(r"Add `(.*?)` to `CATALOGUE`", text)
-    return listing, entry
+    return listing

@@ -34,4 +34,4 @@ def driver(folder: Path, **changes: int) -> dict[str, str]:
     values = {"INIT": 0, "DRIVER": 13000, "GPUS": 2, "SMS": 132, "CAPABILITY": 90, "ATTRIBUTES": 0, "UUID": 17, "SECONDS": 0} | changes
     words = [*(f"-D{name}={value}" for name, value in values.items()), '-DNAME="NVIDIA H200"']
     subprocess.run(["gcc", "-shared", "-fPIC", *words, "-o", folder / "libcuda.so.1", folder / "cuda.c"], check=True)
-    return {"LD_LIBRARY_PATH": str(folder)}
+    return {"LD_LIBRARY_PATH": str(folder), "CUDA_VISIBLE_DEVICES": "0,1"}

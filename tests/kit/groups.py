@@ -24,11 +24,14 @@ class _Place:
     device: str
     backend: str
     environment: dict[str, str]
+    # What each rank does, pickled: to load it may ask the GPU's driver, which reads the environment once.
+    work: bytes
 
 
-def _as_rank(rank: int, size: int, place: _Place, work: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
+def _as_rank(rank: int, size: int, place: _Place) -> None:
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo"} | FIXED | place.environment
     try:
+        work: list[tuple[Callable[..., Any], tuple[Any, ...]]] = pickle.loads(place.work)
         torch.set_num_threads(1)
         meeting = ranks.Rendezvous(torch.distributed.FileStore(str(place.folder / "rendezvous"), size), rank, size)
         group = ranks.init_group(place.device, place.backend, meeting, 60)
@@ -51,7 +54,8 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[li
         # Forked from a server that has imported what takes seconds, and has no threads.
         context = processes.get_context("forkserver")
         context.set_forkserver_preload(["pipeline.training.train_rank", "torch._dynamo"])
-        parts = [(rank, size, _Place(folder, device, backend, environment), list(work)) for rank in range(size)]
+        place = _Place(folder, device, backend, environment, pickle.dumps(list(work)))
+        parts = [(rank, size, place) for rank in range(size)]
         started = [context.Process(target=_as_rank, args=part, daemon=True) for part in parts]
         for process in started:
             process.start()

@@ -1,5 +1,6 @@
 """A leader and workers without containers: several commands on one machine, each with files of its own."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,14 @@ class Job:
 def end(process: subprocess.Popen[str], seconds: float = 200) -> tuple[int, str]:
     said, _ = process.communicate(timeout=seconds)
     return process.returncode, said
+
+
+def runs_below(process: subprocess.Popen[str], program: str) -> bool:
+    found = []
+    for one in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            found += one.cmdline()[:1]
+    return program in found
 
 
 def digest(experiment: Experiment) -> str:

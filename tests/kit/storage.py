@@ -28,6 +28,7 @@ class Storage:
         words = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(self.port)]
         quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self._process = subprocess.Popen(words, env=clean_environment() | KEYS, **quiet)
+        self.pid = self._process.pid
         self.client: Any = boto3.client(
             "s3", endpoint_url=self.uri, aws_access_key_id="name", aws_secret_access_key="secret", region_name="us-east-1"
         )

@@ -4,11 +4,12 @@ import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
 
 from pipeline.job import Job
+from pipeline.sections import Mix, Step
 from pipeline.tracking.journal import Journal, Silent, Writer
 from pipeline.training import train_rank
 from pipeline.training.checkpoint_file import weights_sha256
@@ -31,10 +32,16 @@ CASES: dict[str, dict[str, Any]] = {
 EIGHT_LANES = "mlp, constant rate, label smoothing, eight lanes"
 TORCHVISION = "a model of torchvision"
 RESNET_BF16 = "resnet18, bf16"
+AUGMENTED = "lenet, every augmentation, balanced classes"
 FEW: dict[str, dict[str, Any]] = {
     EIGHT_LANES: {"model__name": "mlp", "train__schedule": "constant", "train__label_smoothing": 0.1},
     TORCHVISION: {"model__name": "torchvision:shufflenet_v2_x0_5", "data": {"name": "synthetic:336", "image_size": 32}},
     RESNET_BF16: {"model__name": "resnet18", "data": {"name": "synthetic:168", "image_size": 12}, "precision": "bf16"},
+    AUGMENTED: {
+        "model__name": "lenet",
+        "data": {"name": "synthetic:336", "augment": [*get_args(Step), *get_args(Mix)]},
+        "train__class_weights": "balanced",
+    },
 }
 
 
@@ -51,6 +58,7 @@ FEW_PLACEMENTS = {
     EIGHT_LANES: [Placement(1), Placement(3, (2, 3, 3)), Placement(2, None, 2)],
     TORCHVISION: [Placement(1), Placement(2)],
     RESNET_BF16: [Placement(1), Placement(3, (1, 1, 2))],
+    AUGMENTED: [Placement(1), Placement(2, (3, 1)), Placement(3)],
 }
 
 

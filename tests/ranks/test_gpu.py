@@ -54,7 +54,7 @@ def short_of_memory(group: Ranks, job: Job, left: int | None) -> str:
 @gpu("G6: with little memory a run ends in the same bits or in an error, never in other bits")
 def test_a_gpu_short_of_memory_computes_the_same_bits_or_none(tmp_path: Path, run_ranks, record_property) -> None:
     found = {}
-    for left in (None, *(share * MIB for share in range(160, 420, 20))):
+    for left in (None, *(share * MIB for share in (range(160, 420, 20) if GPU == "cuda" else [160]))):
         job = job_on_gpu(tmp_path, RESNET, f"left {left}")
         ((found[left],),) = run_ranks(1, (short_of_memory, (job, left)), device=GPU)
     record_property("endings", {str(left): said[:80] for left, said in found.items()})
@@ -75,13 +75,21 @@ def one_step(group: Ranks, name: str) -> str:
             check_backward(model, name, torch.device("cuda"))
         except ConfigError as error:
             return str(error)
-        images = torch.randn(2, 3, side, side, device=group.device).contiguous(memory_format=torch.channels_last)
-        with torch.autocast(group.device.type, torch.bfloat16):
-            logits = model(images)
-        F.cross_entropy(logits.float(), torch.tensor([1, 2], device=group.device)).backward()
-        gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-        digests.add(weights_sha256(gradients))
+        try:
+            digests.add(weights_sha256(gradients_of(model, side, group.device)))
+        except RuntimeError as error:
+            # Such as an operation that has no deterministic kernel.
+            return str(error).splitlines()[0]
     return "equal" if len(digests) == 1 else "other bits"
+
+
+def gradients_of(model: torch.nn.Module, side: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """The gradients of two images that are drawn."""
+    images = torch.randn(2, 3, side, side, device=device).contiguous(memory_format=torch.channels_last)
+    with torch.autocast(device.type, torch.bfloat16):
+        logits = model(images)
+    F.cross_entropy(logits.float(), torch.tensor([1, 2], device=device)).backward()
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
 # Each needs up to a minute on a CPU.
@@ -192,7 +200,8 @@ def test_digests_of_this_kind_of_gpu(tmp_path: Path, run_ranks, record_property)
 @gpu("S5: a checkpoint has what was there when it was copied, though the training has gone on")
 def test_a_copy_for_a_checkpoint_waits_for_what_is_computed_and_for_nothing_later() -> None:
     value = torch.zeros(1 << 22, device=GPU)
-    torch.cuda._sleep(1 << 28)
+    if GPU == "cuda":
+        torch.cuda._sleep(1 << 28)
     value.fill_(1)
     copies = copied([("value", value)])
     value.fill_(2)

@@ -1,4 +1,4 @@
-"""Who is DVC, and who only has it in its command line."""
+"""Who is DVC, who only has it in its command line, and who ends with its parent."""
 
 import subprocess
 import sys
@@ -37,3 +37,30 @@ def test_dvc_is_told_by_what_runs_and_not_by_what_is_named(tmp_path, words: list
         until(lambda: one.cmdline() != psutil.Process().cmdline() and one.cmdline()[:1] not in ([], ["bash"]))
         assert is_dvc(one) is expected
         process.kill()
+
+
+# A child that asks to end with its parent: at once, or not before that has ended.
+CHILD = """
+import os, sys, time
+from pipeline.process_tree import die_with
+parent = os.getppid()
+if sys.argv[1] == "early":
+    die_with(parent)
+print("there", flush=True)
+while sys.argv[1] == "late" and os.getppid() == parent:
+    time.sleep(0.01)
+die_with(parent)
+time.sleep(60)
+"""
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+@pytest.mark.parametrize("asks", ["early", "late"])
+def test_a_child_ends_with_its_parent_even_where_that_ended_before_it_asked(asks: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT, "-c", CHILD, asks], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "there\n"
+        (child,) = psutil.Process(parent.pid).children()
+        parent.kill()
+        assert not psutil.wait_procs([child], timeout=10)[1]

@@ -1,5 +1,6 @@
 """What a launcher makes of signals, from before its agent starts until MLflow has been waited for."""
 
+import io
 import os
 import signal
 import subprocess
@@ -87,3 +88,26 @@ def test_under_nohup_the_end_of_a_terminal_is_no_reason_to_stop() -> None:
 def test_ctrl_c_while_a_command_imports_shows_no_traceback() -> None:
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+@pytest.mark.parametrize(
+    ("number", "terminal", "told"), [(signal.SIGINT, True, True), (signal.SIGTERM, True, False), (signal.SIGINT, False, False)]
+)
+def test_a_person_at_a_terminal_is_told_that_it_stops(number: int, terminal: bool, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.openpty() if terminal else os.pipe()
+    with io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True) as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        stop = StopRequest()
+        stop.on_signal(number, None)
+        # Of the same request.
+        stop.on_signal(number, None)
+        stream.write("end\n")
+        said = os.read(reader, 1000).decode()
+    os.close(reader)
+    assert stop.signal == number
+    assert (said.count("stopping, which takes some seconds; Ctrl-C after three seconds ends it at once") == 1) == told
+    assert told or said.strip() == "end"
+
+
+def test_the_wait_that_a_person_is_told_of_is_that_of_a_storm() -> None:
+    assert stop_signals.STORM_SECONDS == 3

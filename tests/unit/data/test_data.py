@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision.transforms import functional
 
 from pipeline import data, prepare
 from pipeline.config import Config, ConfigError, DataError
@@ -102,6 +101,7 @@ def test_data_that_were_made_for_other_settings_are_refused(tmp_path: Path) -> N
     for change, part in (
         (("data", {"name": "synthetic:1300"}), "data.name: synthetic:1200, now it is synthetic:1300"),
         (("seed", 2), "seed: 1, now it is 2"),
+        (("data", {"name": "synthetic:1200", "root": "elsewhere"}), "data.root: None, now it is elsewhere"),
     ):
         with pytest.raises(DataError, match=part):
             store.check_made_for(job.prepared, manifest, Config.model_validate(settings(**dict([change]))))
@@ -192,49 +192,13 @@ def test_every_sample_is_taken_at_most_once_an_epoch_in_another_order_each() -> 
     assert again.lane(7, 1).tolist() == torch.cat([order.lane(7, 2), order.lane(7, 3)]).tolist()
 
 
-def test_crop_flip_depends_on_seed_epoch_and_sample_and_not_on_the_batch() -> None:
-    images = torch.randint(256, (50, 3, 12, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    everything = torch.arange(50)
-    whole = augment.build("crop-flip", 9, 50)(images, everything, 4)
-    other = augment.build("crop-flip", 9, 50)
-    for lane in everything.flip(0).split(7):
-        assert torch.equal(other(images[lane], lane, 4), whole[lane])
-    assert not torch.equal(other(images, everything, 5), whole)
-    assert not torch.equal(augment.build("crop-flip", 8, 50)(images, everything, 4), whole)
-
-
-def test_crop_flip_gives_shifted_and_mirrored_images() -> None:
-    image = torch.arange(1, 145, dtype=torch.uint8).view(1, 1, 12, 12)
-    padded = torch.nn.functional.pad(image, (4, 4, 4, 4))[0, 0]
-    possible = {}
-    for top in range(9):
-        for left in range(9):
-            window = padded[top : top + 12, left : left + 12]
-            possible[window.contiguous().numpy().tobytes()] = (top, left, False)
-            possible[window.flip(1).contiguous().numpy().tobytes()] = (top, left, True)
-    changed = augment.build("crop-flip", 1, 4000)(image.expand(4000, 1, 12, 12), torch.arange(4000), 0)
-    drawn = [possible[one.contiguous().numpy().tobytes()] for one in changed]
-    assert len(set(drawn)) == 162
-    assert 1800 < sum(flipped for _, _, flipped in drawn) < 2200
-
-
-def test_crop_flip_is_a_pad_a_crop_and_a_flip_of_torchvision() -> None:
-    images = torch.randint(256, (40, 3, 12, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    augmented = augment.build("crop-flip", 7, 40)
-    changed = augmented(images, torch.arange(40), 3)
-    assert isinstance(augmented, augment.CropFlip)
-    for image, mine, (top, left), flip in zip(images, changed, augmented._shifts.tolist(), augmented._flips.tolist(), strict=True):
-        cropped = functional.crop(functional.pad(image, [augment.PAD] * 4), top, left, 12, 12)
-        assert torch.equal(mine, functional.hflip(cropped) if flip else cropped)
-
-
 @pytest.mark.parametrize("own", [range(4), range(1, 3)])
 def test_batches_read_ahead_are_those_in_memory(own: range, tmp_path: Path) -> None:
     job = make_job(tmp_path)
     manifest, split = store.read_manifest(job.prepared), store.open_split(job.prepared, "train")
     order = Order(1, len(split.labels), 96, 4)
     pixels = Pixels(manifest.mean, manifest.std, torch.device("cpu"))
-    made = [Batches(split, order, augment.build("crop-flip", 1, len(split.labels)), pixels, hold) for hold in (True, False)]
+    made = [Batches(split, order, augment.build("crop-flip", 1, len(split.labels), manifest.mean), pixels, hold) for hold in (True, False)]
     made[1].own = own
     for step in (0, 1, 2, 10, 11, 12):
         for lane in own:

@@ -44,13 +44,13 @@ def test_the_kind_of_a_gpu_is_its_name_size_and_capability_and_what_its_host_dra
     others = [
         detected(**driver(tmp_path / "part", SMS=60)),
         detected(**driver(tmp_path / "other", CAPABILITY=103)),
-        detected(**driver(tmp_path / "tf32"), NVIDIA_TF32_OVERRIDE="1"),
         detected(**driver(tmp_path / "drawing"), ATEN_CPU_CAPABILITY="default"),
+        *(detected(**driver(tmp_path / "switched"), **{name: "1"}) for name in GPU_SWITCHES),
     ]
-    assert len({kind, *(other["gpus"][0] for other in others)}) == 5
+    assert len({kind, *(other["gpus"][0] for other in others)}) == 4 + len(GPU_SWITCHES)
     # What only a GPU reads is no part of a CPU's kind.
-    assert others[2]["cpu"] == here["cpu"]
-    assert others[3]["cpu"] != here["cpu"]
+    assert {other["cpu"] for other in others[3:]} == {here["cpu"]}
+    assert others[2]["cpu"] != here["cpu"]
 
 
 def test_a_switch_that_chooses_other_kernels_is_another_kind_of_cpu() -> None:
@@ -73,7 +73,7 @@ def test_a_broken_driver_is_an_error_and_never_the_cpu_in_silence(tmp_path: Path
     assert f"failed with {code}, the reason" in said
     assert "CUDA_VISIBLE_DEVICES=" in said
     # Who wants CPUs says so.
-    assert detected(**broken, CUDA_VISIBLE_DEVICES="")["gpus"] == []
+    assert detected(**broken | {"CUDA_VISIBLE_DEVICES": ""})["gpus"] == []
 
 
 @pytest.mark.fault(37, "train and doctor with a broken driver")

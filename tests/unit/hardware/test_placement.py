@@ -3,9 +3,11 @@
 import pytest
 
 from pipeline.config import Config, ConfigError, Dist, MachineError
+from pipeline.hardware import machine as here
 from pipeline.hardware import placement
 from pipeline.hardware.machine import Machine
-from pipeline.hardware.placement import a_gpu_each, as_many_ranks, fewer_ranks, resolve
+from pipeline.hardware.placement import a_gpu_each, as_many_ranks, fewer_ranks, resolve, slow_on_cpus
+from pipeline.plan import resolved
 from tests.kit.experiment import settings
 
 NO_GPU = Machine([], 0, "a cpu", True)
@@ -59,6 +61,12 @@ def test_more_ranks_than_gpus_become_one_for_each_and_stay_the_same_experiment()
         assert (placed.dist.world_size, placed.dist.images_per_step, placed.dist.pieces) == (size, 96, 4)
         assert Config.model_validate(placed.model_dump()).identity("", "", "") == asked.identity("", "", "")
         assert resolve(placed, machine).backend == "nccl"
+
+
+def test_one_gpu_and_two_ranks_are_planned_as_one_rank_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(here, "detect", lambda: ONE_GPU)
+    planned, placed = resolved(config())
+    assert (planned.dist.world_size, planned.dist.nodes, placed.device, placed.backend) == (1, 1, "cuda", "nccl")
 
 
 @pytest.mark.parametrize(
@@ -147,3 +155,19 @@ def test_sizes_that_a_strategy_cannot_take_are_left_out() -> None:
 def test_a_size_of_its_own_needs_a_batch_that_it_does_not_change(changes) -> None:
     with pytest.raises(ValueError, match="world_size: auto needs global_batch, ordered, replicas: 1, and null as batch_size_per_gpu"):
         config(**AUTO | changes)
+
+
+def test_what_makes_cpus_slow_is_said_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement.os, "sched_getaffinity", lambda _: {0, 1})
+
+    def found(machine: Machine, **changes: object) -> list[tuple[str, str]]:
+        asked = config(**changes)
+        return slow_on_cpus(asked.dist, resolve(asked, machine), machine)
+
+    assert found(NO_GPU) == found(OLD_CPU) == found(NO_GPU, train__precision="bf16") == []
+    ((text, cure),) = found(OLD_CPU, train__precision="bf16")
+    assert (text[:37], cure) == ("this CPU has no instructions for bf16", "set train.precision: auto")
+    ((text, cure),) = found(NO_GPU, dist__world_size=4, dist__batch_size_per_gpu=24)
+    assert text == "no GPU; 4 ranks with 4 threads on 2 cores (gloo, bf16), which is slow"
+    assert cure == "set dist.world_size: 2, batch_size_per_gpu: 48"
+    assert len(found(OLD_CPU, train__precision="bf16", dist__threads_per_rank=64)) == 2

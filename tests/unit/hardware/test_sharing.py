@@ -96,6 +96,8 @@ def test_ranks_see_the_gpus_that_their_training_has(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(sharing.machine, "detect", lambda: type("Found", (), {"uuids": FOUR}))
     job = job_on("cuda", tmp_path, strategy=strategy, world_size=size)
+    # No more than it has lanes.
+    assert sharing.wanted(job.config.dist.model_copy(update={"lanes": 3}), 4) == (3 if strategy == "dataparallel" else size)
 
     def wait(why: str) -> None:
         raise InterruptedError(why)

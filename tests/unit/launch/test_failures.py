@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.launch.failures import failure_of
+from pipeline.launch.failures import Failure, failure_of
 from pipeline.stop_signals import signal_name
 
 NCCL = """[rank1]:[E1122 10:00:00.1 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0 Rank 1] Process group watchdog thread terminated with \
@@ -21,6 +21,19 @@ def test_a_rank_that_nccls_watchdog_aborted_has_lost_a_peer(said: str, is_conseq
     (tmp_path / "1" / "stderr.log").write_text(said)
     found = failure_of(tmp_path, 0, 2, {1: -signal.SIGABRT}, lambda: False)
     assert (found.rank, found.signal, found.is_consequence, found.deterministic) == (1, "SIGABRT", is_consequence, not is_consequence)
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_memory"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", True),
+        ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", True),
+        ("RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", False),
+    ],
+)
+def test_memory_that_ran_out_is_known_by_what_cudas_libraries_say_too(cause: str, is_memory: bool) -> None:
+    assert Failure(0, 1, cause, 0).out_of_memory == is_memory
 
 
 def test_a_signal_without_a_name_is_a_number() -> None:

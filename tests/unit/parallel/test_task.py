@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
@@ -106,6 +106,16 @@ def test_random_draws_go_on_from_where_they_stood() -> None:
     set_draws(state, here)
     assert torch.equal(torch.rand(4), first)
     assert not torch.equal(torch.rand(4), first)
+
+
+def test_a_class_counts_in_the_loss_as_much_as_it_weighs() -> None:
+    logits, labels = torch.randn(9, 7), torch.arange(9) % 7
+    weights = torch.linspace(0.2, 2, 7)
+    plain, weighed = made(), replace(made(), class_weights=weights)
+    alone = [plain.loss(lambda one: one, logits[one : one + 1], labels[one : one + 1])[0] for one in range(9)]
+    loss, row = weighed.loss(lambda one: one, logits, labels)
+    assert torch.allclose(loss, sum(one * weights[label] for one, label in zip(alone, labels, strict=True)))
+    assert torch.equal(row[1:], plain.loss(lambda one: one, logits, labels)[1][1:])
 
 
 def test_label_smoothing_takes_a_share_of_the_loss_over_all_classes() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from pipeline.config import MachineError
 from pipeline.hardware.placement import resolve
+from pipeline.job import FirstWeights
 from pipeline.runs import identity
 from pipeline.runs.identity import fingerprint, flatten, run_identity, versions, write_identity
 from pipeline.runs.source import source_digests
@@ -15,8 +16,8 @@ from tests.unit.hardware.test_placement import NO_GPU, OLD_CPU, ONE_GPU, TWO_GPU
 NATIVE = {"dist__reduction": "native", "dist__lanes": None}
 
 
-def name(machine: Machine = NO_GPU, digest: str = "d", **changes) -> str:
-    return fingerprint(run_identity(config(**changes), resolve(config(**changes), machine), {"prepared data": digest}))
+def name(machine: Machine = NO_GPU, digest: str = "d", first: FirstWeights | None = None, **changes) -> str:
+    return fingerprint(run_identity(config(**changes), resolve(config(**changes), machine), {"prepared data": digest}, first))
 
 
 @pytest.mark.fault(22, "settings, data and device changed one at a time")
@@ -26,6 +27,11 @@ def test_the_fingerprint_follows_from_settings_data_and_device() -> None:
     assert len({here, name(seed=2), name(OLD_CPU), name(TWO_GPUS), name(digest="e"), name(train__precision="fp32")}) == 6
     assert name(train__precision="bf16") == here
     assert name(tracking__log_every_steps=3) == here
+    # Where the file lies does not matter.
+    weights = [FirstWeights(file=Path(file), sha256=sha256) for file, sha256 in (("a", "1"), ("b", "1"), ("a", "2"))]
+    assert name(first=weights[0], model__weights="a") == name(first=weights[1], model__weights="b")
+    assert len({here, *(name(first=one, model__weights="a") for one in weights)}) == 3
+    assert name(first=weights[0], model__weights="a", model__frozen=["conv1"]) != name(first=weights[0], model__weights="a")
     assert name(ONE_GPU, **NATIVE) != name(TWO_GPUS, **NATIVE)
     assert name(ONE_GPU) == name(TWO_GPUS)
 
@@ -91,7 +97,7 @@ def test_an_identity_is_of_settings_data_versions_and_source() -> None:
     settings, placed = config(), resolve(config(), NO_GPU)
     parts = {"prepared data": "d", "versions": versions(settings, "cpu", "gloo"), "source": source_digests(settings)}
     assert (
-        run_identity(settings, placed, {"prepared data": "d"})
+        run_identity(settings, placed, {"prepared data": "d"}, None)
         == settings.identity(placed.device_kind, placed.precision, placed.backend) | parts
     )
 
