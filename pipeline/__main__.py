@@ -149,4 +149,7 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, interrupt)
     with best_effort_output():
         code = main()
+        # What comes while the last lines are read is not to end it with another code.
+        for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(one, signal.SIG_IGN)
     sys.exit(code)

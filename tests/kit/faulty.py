@@ -70,20 +70,15 @@ class Fault:
         images[0, 0, 0, 0] = float("inf")
 
 
-class Slow(list):  # type: ignore[type-arg]
-    """Chunks that each take so many seconds."""
-
-    seconds = 0.0
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        time.sleep(self.seconds)
-        return super().__getitem__(index)
-
-
 def slow_chunks(evaluation: Evaluation, seconds: float) -> Evaluation:
     """An evaluation that takes its time."""
-    evaluation._batches = Slow(evaluation._batches)
-    evaluation._batches.seconds = seconds
+    logits = evaluation._logits
+
+    def slowly(*parts: Any) -> Tensor:
+        time.sleep(seconds)
+        return logits(*parts)
+
+    evaluation._logits = slowly
     return evaluation
 
 
