@@ -10,10 +10,13 @@ from numpy.typing import NDArray
 from pipeline import data
 from pipeline.config import Config, DataError, draw_seed
 from pipeline.data import Raw, Split, picked, store
-from pipeline.data.image_files import first_of
+from pipeline.data.image_files import told
 from pipeline.files import Paths, locked, make_folder
 
 log = logging.getLogger(__name__)
+
+# More classes are not listed.
+MOST_NAMES = 12
 
 
 def run(config: Config, paths: Paths, folder: Path | None = None) -> int:
@@ -23,9 +26,9 @@ def run(config: Config, paths: Paths, folder: Path | None = None) -> int:
     with locked(target.parent):
         manifest = packed(config, paths, target)
     counts = ", ".join(f"{count} {name}" for name, count in manifest.counts.items())
-    log.info(
-        "prepared %s: %s images of %s in %d classes", config.data.name, counts, "x".join(map(str, manifest.shape)), manifest.num_classes
-    )
+    named = f" ({', '.join(manifest.class_names)})" if manifest.num_classes <= MOST_NAMES else ""
+    shape = "x".join(map(str, manifest.shape))
+    log.info("prepared %s: %s images of %s in %d classes%s", config.data.name, counts, shape, manifest.num_classes, named)
     if imbalance := imbalance_of(manifest):
         log.info("%s; train.class_weights: balanced makes all classes count alike in the loss", imbalance)
     return 0
@@ -40,7 +43,7 @@ def packed(config: Config, paths: Paths, target: Path) -> store.Manifest:
     )
     raw = data.load(config.data.name, request)
     if raw.left_out:
-        log.warning("%s; left out, as data.allow_broken is %d", first_of(raw.left_out), config.data.allow_broken)
+        log.warning("%s; left out, as data.allow_broken is %d", told(raw.left_out), config.data.allow_broken)
     source_sha256 = None if raw.depends_on_seed else raw.source_sha256 or _sha256(raw)
     train, validation = (raw.train, raw.validation) if raw.validation else _hold_out(raw.train, config.data.validation_share, config.seed)
     splits = {"train": train, "validation": validation, "test": raw.test}

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from uuid import uuid4
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pipeline import pictures
 from pipeline.config import DataError, MachineError, digest
 from pipeline.data import Split, decode, picked
-from pipeline.data.image_files import Files, first_of, shown
+from pipeline.data.image_files import Files, shown, told
 from pipeline.files import atomic_write, check_room, make_folder
 from pipeline.hardware.cgroup import usable_cpus
 from pipeline.process_tree import die_with, ignores_interrupts
@@ -29,7 +29,7 @@ from pipeline.process_tree import die_with, ignores_interrupts
 log = logging.getLogger(__name__)
 
 # Some files for a process at once.
-CHUNK = 32
+CHUNK = 8
 SCRATCH = ".decoding-"
 
 
@@ -79,6 +79,9 @@ class Decoded:
                     if len(self.left_out) + len(broken.found) <= self._allowed:
                         out.write(bytes(self._bytes) if isinstance(image, str) else image.data)
                     progress.one()
+            except KeyboardInterrupt:
+                log.info("%d of %d images are decoded, and need not be again", out.tell() // self._bytes, len(files.paths))
+                raise
             except (MemoryError, BrokenProcessPool):
                 raise MachineError(
                     "memory is too short: each core decodes an image at once; free some, or start on fewer cores (taskset)"
@@ -86,7 +89,12 @@ class Decoded:
         self.left_out += broken.found.values()
         if len(self.left_out) > self._allowed:
             self.discard()
-            raise DataError(f"{first_of(self.left_out)}; remove or replace it, or set data.allow_broken")
+            cure = "remove or replace it, or set data.allow_broken"
+            if len(self.left_out) > 1:
+                cure = (
+                    f"{len(self.left_out)} are broken, and data.allow_broken is {self._allowed}; remove or replace them, or set it higher"
+                )
+            raise DataError(f"{told(self.left_out)}; {cure}")
         shape = (len(files.paths), 3, self._side, self._side)
         # A file without a byte cannot be mapped.
         images = np.memmap(path, np.uint8, "r", shape=shape) if files.paths else np.empty(shape, np.uint8)
@@ -155,13 +163,18 @@ def _each(paths: list[Path], side: int) -> Iterator[NDArray[np.uint8] | str]:
     # Not by fork: whoever calls this may have threads.
     count, under_way = usable_cpus(), deque[Future[list[NDArray[np.uint8] | str]]]()
     with ProcessPoolExecutor(count, get_context("spawn"), _ends_with, (os.getpid(),)) as pool:
-        for start in range(0, len(paths), CHUNK):
-            under_way.append(pool.submit(_all, paths[start : start + CHUNK], side))
-            # What is decoded and not written waits in memory.
-            if len(under_way) > 4 * count:
+        try:
+            for start in range(0, len(paths), CHUNK):
+                under_way.append(pool.submit(_all, paths[start : start + CHUNK], side))
+                # What is decoded and not written waits in memory.
+                if len(under_way) > 4 * count:
+                    yield from under_way.popleft().result()
+            while under_way:
                 yield from under_way.popleft().result()
-        while under_way:
-            yield from under_way.popleft().result()
+        finally:
+            # After Ctrl-C nobody waits for large images.
+            for one in active_children() if under_way else ():
+                one.kill()
 
 
 def _all(paths: list[Path], side: int) -> list[NDArray[np.uint8] | str]:

@@ -11,6 +11,8 @@ from pipeline.config import DataError
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 TRAIN = "train"
 VALIDATION, TEST = ("val", "validation", "valid"), ("test",)
+# More files are counted, and not named.
+MOST_NAMES = 9
 # A folder with such a name is no class.
 SPLITS = (TRAIN, "training", *VALIDATION, *TEST, "testing")
 
@@ -38,7 +40,7 @@ def class_folders(folder: Path) -> list[str]:
         if one.name.startswith("."):
             continue
         if one.is_symlink() or not one.is_dir():
-            raise DataError(f"{shown(one)}: is not the folder of a class; move it into one, or away")
+            raise DataError(f"{shown(one)}: is not the folder of a class; move it out of {shown(folder)}")
         if shown(one.name) != one.name or not one.name.isprintable():
             raise DataError(f"{shown(one)}: the name of a class must be UTF-8 that can be printed; rename it")
         names.append(one.name)
@@ -88,9 +90,11 @@ def _raise(error: OSError) -> NoReturn:
     raise error
 
 
-def first_of(told: list[str]) -> str:
-    """The first of some lines, and how many more there are."""
-    return told[0] + (f", and {len(told) - 1} more" if len(told) > 1 else "")
+def told(broken: list[str]) -> str:
+    """Some broken files in one line: the first with what is wrong with it, and the names of some others."""
+    names = [one.partition(": ")[0] for one in broken[1 : 1 + MOST_NAMES]]
+    more = [f"{len(broken) - 1 - MOST_NAMES} more"] if len(broken) > 1 + MOST_NAMES else []
+    return broken[0] + (f"; as well as {', '.join(names + more)}" if names else "")
 
 
 def shown(name: Path | str) -> str:

@@ -1,6 +1,7 @@
 """Images in a folder for each class: `train/`, and `val/` and `test/` where they are there; decoded, cut to a square and resized."""
 
 import hashlib
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,9 +9,13 @@ import numpy as np
 
 from pipeline.config import ConfigError, DataError, draw_seed
 from pipeline.data import Raw, Request, Split, picked
+from pipeline.data import files_of as files_in
 from pipeline.data.decoding import Decoded
 from pipeline.data.image_files import TEST, TRAIN, VALIDATION, Files, class_folders, files_of, one_of
 from pipeline.data.store import pieces
+
+# Of the images of a folder without train/, for the test.
+HELD_OUT = 0.1
 
 
 def load(request: Request) -> Raw:
@@ -56,17 +61,29 @@ def splits(root: Path) -> tuple[list[str], dict[str, Files]]:
 
 
 def _parted(root: Path, classes: list[str], whole: Split, seed: int) -> Raw:
-    """A tenth of each class, at least one, is held out by the seed for the test; the source is the same for every seed."""
-    random = np.random.Generator(np.random.PCG64(draw_seed(seed, "imagefolder")))
-    held = np.zeros(len(whole.labels), bool)
+    """About a tenth of each class, at least one, is held out by seed and name for the test; the source is the same for every seed.
+
+    So what has been trained on is not tested on when more images are there.
+    """
+    paths = files_in(whole.images)
+    assert paths is not None
+    drawn = np.array([_drawn(draw_seed(seed, "imagefolder"), os.fsencode(path.relative_to(root))) for path in paths])
+    held = drawn < HELD_OUT
     for label, name in enumerate(classes):
         own = np.flatnonzero(whole.labels == label)
         if len(own) < 2:
             raise DataError(f"{root / name}: one image cannot be both trained on and tested; add some, or make train/ and test/")
-        held[random.permutation(own)[: max(1, len(own) // 10)]] = True
+        if held[own].all() or not held[own].any():
+            held[own] = False
+            held[own[drawn[own].argmin()]] = True
     sha256 = hashlib.sha256()
     for array in whole:
         for piece in pieces(array):
             sha256.update(piece.data)
     train, test = (picked(whole, np.flatnonzero(one)) for one in (~held, held))
     return Raw(train, test, classes, source_sha256=sha256.hexdigest())
+
+
+def _drawn(seed: int, name: bytes) -> float:
+    """A number from 0 to 1 for a file."""
+    return int.from_bytes(hashlib.sha256(b"%d %s" % (seed, name)).digest()[:6]) / 2**48

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 CHAMPION = "champion"
+DESCRIPTION = "Versions are evaluated runs. The champion has the best test accuracy of those of committed code on its test images."
 # Of a version of a registered model: on which test images it was measured.
 ACCURACY_TAG, TESTS_TAG, CLEAN_TAG = "test/accuracy", "lockstep.tests", "lockstep.clean"
 
@@ -15,7 +16,7 @@ def register(client: Any, run_id: str, model: Any, evaluated: dict[str, Any]) ->
     # MLflow takes no / and : in such names, and its searches no quotes.
     name = re.sub(r"[/:'\"`]", "-", f"{client.get_experiment(model.experiment_id).name}-{evaluated['model']}")
     try:
-        client.create_registered_model(name, description="Versions are evaluated runs; the champion has the best test accuracy.")
+        client.create_registered_model(name, description=DESCRIPTION)
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise

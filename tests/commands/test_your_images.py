@@ -28,6 +28,24 @@ def photograph(number: int, kind: str) -> Image.Image:
     return Image.fromarray((ground + stripes[..., None] * 120 + random.integers(0, 20, (height, width, 3))).astype(np.uint8))
 
 
+def for_a_colleague(clone: Path) -> None:
+    """Who clones and pulls has the images and the model."""
+    run(clone, "git clone -q . ../colleague && cd ../colleague && dvc pull")
+    for name in ("photos/cat/7.jpg", "models/model.safetensors"):
+        assert (clone.parent / "colleague" / name).read_bytes() == (clone / name).read_bytes()
+
+
+def another_augmentation_prepares_nothing(clone: Path) -> None:
+    """Another augmentation has the same prepared data."""
+    text = (clone / "params.yaml").read_text()
+    values = yaml.safe_load(text)
+    values["data"]["augment"] = "crop-flip"
+    (clone / "params.yaml").write_text(yaml.safe_dump(values))
+    assert "prepare:" not in (changed := run(clone, "dvc status"))
+    assert "train:" in changed
+    (clone / "params.yaml").write_text(text)
+
+
 def test_a_folder_of_images_becomes_a_model_in_mlflow_that_names_their_classes(clone: Path) -> None:
     for kind, ending in (("cat", "jpg"), ("dog", "png")):
         (clone / "photos" / kind).mkdir(parents=True)
@@ -53,6 +71,8 @@ def test_a_folder_of_images_becomes_a_model_in_mlflow_that_names_their_classes(c
     assert sum(right) > 220
     # The remote has the images.
     assert len([*(clone.parent / "lockstep-photos").rglob("*")]) > 240
+    for_a_colleague(clone)
+    another_augmentation_prepares_nothing(clone)
     # A changed image is a changed data set, and what was trained on the former one is not taken for it.
     before, digest = found.info.run_id, manifest.digest
     photograph(500, "cat").save(clone / "photos" / "cat" / "7.jpg")

@@ -3,6 +3,7 @@
 import io
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from PIL import Image
 
 from pipeline import data, prepare
 from pipeline.config import Config
@@ -119,6 +121,25 @@ def test_prepare_that_is_killed_goes_on_and_ends_in_the_same_bytes(tmp_path: Pat
         digests.append(store.read_manifest(folder / "data" / "prepared").digest)
         print(name, time.monotonic() - started_at)
     assert digests[0] == digests[1]
+
+
+def test_ctrl_c_waits_for_no_large_image_and_says_what_is_kept(tmp_path: Path) -> None:
+    fill(tmp_path / "images", 40)
+    for path in (tmp_path / "images" / "cat").iterdir():
+        Image.fromarray(np.random.default_rng(0).integers(0, 256, (2500, 2500, 3), np.uint8)).save(path)
+    one = Experiment(tmp_path).set(data={"name": "imagefolder", "root": "images", "image_size": 32})
+    process = one.start("prepare")
+    until(lambda: decoded(tmp_path / "data") >= 8 * 3 * 32 * 32, process)
+    process.send_signal(signal.SIGINT)
+    signalled_at = time.monotonic()
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    # What is under way takes some times as long.
+    assert time.monotonic() - signalled_at < 2
+    kept = re.search(r"(\d+) of 80 images are decoded, and need not be again\nstopped; nothing half-written is left", said)
+    assert kept
+    assert decoded(tmp_path / "data") == int(kept[1]) * 3 * 32 * 32
+    assert "Traceback" not in said
 
 
 def decoded(folder: Path) -> int:

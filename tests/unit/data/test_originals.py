@@ -121,7 +121,9 @@ def test_broken_files_are_left_out_up_to_a_limit(way: str, killed_after: int | N
     data = {"allow_broken": 2, "store": way}
     if killed_after is not None:
         leave_half(root, killed_after)
-    with pytest.raises(DataError, match=r"bird/003.jpg: cannot be decoded .*, and 1 more; remove or replace it, or set data.allow_broken"):
+    with pytest.raises(
+        DataError, match=r"bird/003.jpg: cannot be decoded .*; as well as .*; 2 are broken, and data.allow_broken is 1; remove"
+    ):
         prepared(root, store=way, allow_broken=1)
     caplog.clear()
     if killed_after is not None:
@@ -130,7 +132,7 @@ def test_broken_files_are_left_out_up_to_a_limit(way: str, killed_after: int | N
         manifest, splits = prepared(root, **data)
     assert ("are there already" in caplog.text) == (killed_after is not None)
     assert [line for line in caplog.messages if "left out" in line] == [
-        f"{manifest.left_out[0]}, and 1 more; left out, as data.allow_broken is 2"
+        f"{manifest.left_out[0]}; as well as {manifest.left_out[1].partition(': ')[0]}; left out, as data.allow_broken is 2"
     ]
     assert [line.split(": ")[0].split("/")[-1] for line in manifest.left_out] == ["003.jpg", "021.jpg"]
     assert sum(manifest.counts.values()) == sum(before.counts.values()) - 2
