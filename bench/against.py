@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -11,7 +12,9 @@ from typing import Any
 
 import yaml
 
+from bench.peak import flops_per_image
 from bench.silent import mean_speed
+from pipeline import models
 from pipeline.data import fashion_mnist
 from pipeline.hardware import machine
 from pipeline.launch.agent_command import environment
@@ -21,9 +24,11 @@ from pipeline.tracking.journal import read
 ROOT = Path(__file__).parents[1]
 # Beside the environment of the product, which has none of them.
 PEERS = ROOT / ".venv" / "peers"
-RANKS, BATCH_PER_RANK = 2, 128
+RANKS, BATCH_PER_RANK, SIDE = 2, 128, 28
 LOOPS = {"examples": "examples.py", "accelerate": "with_accelerate.py", "lightning": "with_lightning.py"}
-PRODUCT, INDEPENDENT, PLAIN = "product", "independent lanes", "plain torch"
+PRODUCT, INDEPENDENT, PLAIN, ONE_RANK = "product", "independent lanes", "plain torch", "one rank of two threads"
+# The first of them that a machine has.
+INSTRUCTIONS = {"amx_bf16": "AMX, bf16", "avx512_bf16": "AVX-512, bf16", "avx512f": "AVX-512, no bf16", "avx2": "AVX2, no bf16"}
 # Prepared once, trained again and again.
 WRITTEN = ("receipt.json", "journal.jsonl", "mirror.json", "checkpoints/*")
 
@@ -53,7 +58,7 @@ class Contest:
     speeds: dict[str, list[float]] = field(default_factory=dict)
 
     def arms(self) -> list[str]:
-        ours = [f"{kind}, {precision}" for precision in self.precisions for kind in (PRODUCT, INDEPENDENT)]
+        ours = [f"{kind}, {precision}" for precision in self.precisions for kind in (PRODUCT, ONE_RANK, INDEPENDENT)]
         return [*ours, PLAIN, *LOOPS]
 
     def round(self, number: int) -> None:
@@ -63,17 +68,17 @@ class Contest:
 
     def measured(self, arm: str) -> float:
         kind, _, precision = arm.partition(", ")
-        if kind == PRODUCT:
-            return self.product(precision)
+        if kind in (PRODUCT, ONE_RANK):
+            return self.product(precision, 1 if kind == ONE_RANK else RANKS)
         if kind in (INDEPENDENT, PLAIN):
             plain = ["--plain"] if kind == PLAIN else []
             words = [str(ROOT / "bench" / "independent.py"), str(self.job(precision or "fp32")), str(self.model.steps), *plain]
             return speed_in(output([sys.executable, *words]))
         return self.loop(LOOPS[arm])
 
-    def folder(self, precision: str) -> Path:
-        """An experiment of as many steps, with prepared data."""
-        folder = self.scratch / f"{self.model.name.replace(':', '-')}-{precision}"
+    def folder(self, precision: str, ranks: int = RANKS) -> Path:
+        """An experiment of as many steps, with prepared data; on as many threads in all, however many ranks."""
+        folder = self.scratch / f"{self.model.name.replace(':', '-')}-{precision}-{ranks}"
         if not folder.exists():
             folder.mkdir()
             steps = self.model.warm + self.model.steps
@@ -82,7 +87,7 @@ class Contest:
                 "data": {"name": f"fashion-mnist:{images}", "root": str(self.scratch / "FashionMNIST" / "raw")},
                 "model": {"name": self.model.name},
                 "train": {"epochs": 1, "precision": precision},
-                "dist": {"batch_size_per_gpu": self.model.batch},
+                "dist": {"world_size": ranks, "batch_size_per_gpu": self.model.batch * RANKS // ranks, "threads_per_rank": RANKS // ranks},
                 "tracking": {"log_every_steps": max(1, self.model.warm // 2)},
             }
             (folder / "params.yaml").write_text(yaml.safe_dump(values))
@@ -100,16 +105,16 @@ class Contest:
             self.product(precision)
         return max(folder.glob("runs/*/logs/*/job.json"))
 
-    def product(self, precision: str) -> float:
+    def product(self, precision: str, ranks: int = RANKS) -> float:
         """Train as a user would, with journal, MLflow and checkpoints."""
-        folder = self.folder(precision)
+        folder = self.folder(precision, ranks)
         forget(folder)
         self.pipeline("train", folder)
         (journal,) = folder.glob("runs/*/journal.jsonl")
         return mean_speed([line["values"] for line in read(journal) if "train/images_per_second" in line.get("values", {})])
 
     def loop(self, script: str) -> float:
-        work = {"root": str(self.scratch), "model": self.model.name, "side": 28, "batch": self.model.batch}
+        work = {"root": str(self.scratch), "model": self.model.name, "side": SIDE, "batch": self.model.batch}
         work |= {"warm": self.model.warm, "steps": self.model.steps, "workers": 0}
         return speed_in(torchrun(ROOT / "bench" / "peers" / script, json.dumps(work)))
 
@@ -119,12 +124,21 @@ class Contest:
         forget(job.parents[4])
         return json.loads(torchrun(ROOT / "bench" / "parts.py", str(job)).splitlines()[-1])
 
+    def shares_of_peak(self) -> dict[str, list[float]]:
+        """Which part of what the machine multiplies at most the product uses, round by round."""
+        flops = flops_per_image(models.build(self.model.name, 1, SIDE, 10), (1, SIDE, SIDE))
+        peaks = json.loads(torchrun(ROOT / "bench" / "peak.py", "3").splitlines()[-1])
+        return {
+            f"{PRODUCT}, {precision} / peak": [flops * speed / peaks[precision] for speed in self.speeds[f"{PRODUCT}, {precision}"]]
+            for precision in self.precisions
+        }
+
     def ratios(self) -> dict[str, list[float]]:
         """What the page states, round by round."""
         pairs: dict[str, tuple[str, str]] = {}
         for precision in self.precisions:
             ours = f"{PRODUCT}, {precision}"
-            pairs |= {f"{ours} / {other}": (ours, other) for other in (f"{INDEPENDENT}, {precision}", *LOOPS)}
+            pairs |= {f"{ours} / {other}": (ours, other) for other in (f"{INDEPENDENT}, {precision}", f"{ONE_RANK}, {precision}", *LOOPS)}
             pairs[f"{INDEPENDENT}, {precision} / {PLAIN}"] = f"{INDEPENDENT}, {precision}", PLAIN
         return {
             name: [one / other for one, other in zip(self.speeds[left], self.speeds[right], strict=True)]
@@ -174,11 +188,25 @@ def unpack(scratch: Path) -> None:
         (folder / name).write_bytes(gzip.decompress((found / f"{name}.gz").read_bytes()))
 
 
-def contest(name: str, scratch: Path, rounds: int) -> Contest:
-    """Measure all arms of a model; bf16 where this machine computes in it."""
+def measured(name: str, scratch: Path, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Every figure of a model, round by round; bf16 where this machine computes in it."""
     precisions = ("bf16", "fp32") if machine.detect().cpu_has_bf16 else ("fp32",)
     found = Contest(MODELS[name], scratch, precisions)
     for number in range(rounds):
         found.round(number)
         print(f"  round {number + 1}:", {arm: round(values[-1]) for arm, values in found.speeds.items()}, file=sys.stderr, flush=True)
-    return found
+    shares = [found.shares() for _ in range(3)]
+    return {
+        "images_per_second": found.speeds,
+        "ratios": found.ratios(),
+        "share of the peak": found.shares_of_peak(),
+        "share of a step": {part: [one[part] for one in shares] for part in shares[0]},
+    }
+
+
+def machine_in_words() -> str:
+    """The CPU's own name, and what it multiplies with."""
+    text = Path("/proc/cpuinfo").read_text()
+    named = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    has = next((words for flag, words in INSTRUCTIONS.items() if re.search(rf"\b{flag}\b", text)), "no AVX2")
+    return f"{named[1].replace('(R)', '') if named else 'an unnamed CPU'} ({has})"

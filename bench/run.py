@@ -20,19 +20,18 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench import images as own  # noqa: E402
-from bench import recovery, starts  # noqa: E402
-from bench.against import MODELS, contest, install_peers, unpack  # noqa: E402
+from bench import learning as learned  # noqa: E402
+from bench import page, recovery, starts  # noqa: E402
+from bench.against import MODELS, install_peers, machine_in_words, measured, unpack  # noqa: E402
 from bench.arguments import add_parts  # noqa: E402
 from bench.jobs import torchrun  # noqa: E402
-from bench.silent import mean_speed  # noqa: E402
 from bench.strategies import WAYS  # noqa: E402
-from pipeline.hardware import machine  # noqa: E402
-from pipeline.tracking.journal import read  # noqa: E402
+from bench.trainings import pipeline, speed_of  # noqa: E402
 
 
 def main() -> None:
     parts = {"lenet": lenet, "resnet18": resnet18, "strategies": strategies, "product": product}
-    # The last one needs a package index.
+    # The last two need a package index.
     parts |= {
         "checkpoint": checkpoint,
         "start": start,
@@ -41,6 +40,7 @@ def main() -> None:
         "restart": restart,
         "images": images,
         "against": against,
+        "learning": learning,
     }
     parser = argparse.ArgumentParser(description="What a step, a training, a start and a no-op cost, and against whom.")
     add_parts(parser, parts)
@@ -49,8 +49,9 @@ def main() -> None:
         "--seconds", type=float, default=3.0, help="how long `steps` measures LeNet in each pair; ResNet-18 takes 8/3 of it"
     )
     parser.add_argument("--out", type=Path, default=Path("bench-results.json"), help="where `against` writes its results")
+    parser.add_argument("--publish", action="store_true", help="write what `against` measures into README.md and docs/performance.md")
     wanted = parser.parse_args()
-    print(f"{platform.system()}, {psutil.cpu_count()} CPUs, {machine.detect().cpu}")
+    print(f"{platform.system()}, {psutil.cpu_count()} CPUs, {machine_in_words()}")
     print(f"torch {version('torch')}, Python {platform.python_version()}\n")
     for name in wanted.parts:
         parts[name](wanted)
@@ -98,48 +99,28 @@ def product(wanted: argparse.Namespace) -> None:
 def against(wanted: argparse.Namespace) -> None:
     """The product, its arithmetic alone, plain torch, and the loops of others, in turn; the results as JSON, too."""
     install_peers()
-    results: dict[str, Any] = {"machine": machine.detect().cpu, "torch": version("torch")}
+    results: dict[str, Any] = {"machine": machine_in_words(), "torch": version("torch"), "models": {}}
     with tempfile.TemporaryDirectory() as scratch:
         unpack(Path(scratch))
         for name in MODELS:
-            found = contest(name, Path(scratch), wanted.pairs)
-            print(f"{name}, world 2, {found.model.batch} images a rank, 4 lanes, Fashion-MNIST, {found.model.steps} steps, images/s:")
-            results[name] = {"images_per_second": found.speeds, "ratios": found.ratios()}
-            for what, values in [*found.speeds.items(), *found.ratios().items()]:
+            print(f"{name}, world 2, 4 lanes, Fashion-MNIST, images/s, ratios, shares:")
+            results["models"][name] = measured(name, Path(scratch), wanted.pairs)
+            for what, values in chain(*(part.items() for part in results["models"][name].values())):
                 show(what, values)
             wanted.out.write_text(json.dumps(results, indent=2) + "\n")
-            shares = [found.shares() for _ in range(3)]
-            print("  of a step's time, on rank 0:")
-            results[name]["share of a step"] = {part: [one[part] for one in shares] for part in shares[0]}
-            for part, values in results[name]["share of a step"].items():
-                show(part, values)
-            wanted.out.write_text(json.dumps(results, indent=2) + "\n")
+    if wanted.publish:
+        page.KEPT.write_bytes(wanted.out.read_bytes())
+        page.publish()
 
 
-def speed_of(name: str, scratch: Path) -> float:
-    """Train once, in a folder that keeps its prepared data."""
-    values = {"seed": 1, "data": {"name": "synthetic:60000"}, "train": {"epochs": 4}, "dist": {"lanes": 2}}
-    params = scratch / "params.yaml"
-    params.write_text(yaml.safe_dump(values))
-    if not (scratch / "data").exists():
-        pipeline("prepare", params)
-    for pattern in ("receipt.json", "journal.jsonl", "mirror.json", "checkpoints/*"):
-        for old in (scratch / "runs").glob(f"*/{pattern}"):
-            old.unlink()
-    if name == "product":
-        pipeline("train", params)
-        (journal,) = (scratch / "runs").glob("*/journal.jsonl")
-        return mean_speed([line["values"] for line in read(journal) if "train/images_per_second" in line.get("values", {})])
-    jobs = list((scratch / "runs").glob("*/logs/*/job.json"))
-    if not jobs:
-        pipeline("train", params)
-        return speed_of(name, scratch)
-    return float(torchrun("silent.py" if name.startswith("without") else "bare.py", str(jobs[0])).split()[-1])
-
-
-def pipeline(command: str, params: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "pipeline", command, "--params", str(params)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def learning(wanted: argparse.Namespace) -> None:
+    """What LeNet learns in equal epochs, and the seconds to 90.0 % of the test images, over five seeds."""
+    install_peers()
+    with tempfile.TemporaryDirectory() as scratch:
+        for said, figures in learned.report(Path(scratch)).items():
+            print(f"{said}:")
+            for name, values in figures.items():
+                show(name, values)
 
 
 def start(wanted: argparse.Namespace) -> None:

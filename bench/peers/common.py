@@ -31,11 +31,11 @@ class Work:
     steps: int
     workers: int
 
-    def dataset(self) -> "Dataset[Any]":
+    def dataset(self, train: bool = True) -> "Dataset[Any]":
         """Images one by one, as torchvision's references and tutorials read them."""
         resize = [] if self.side == 28 else [transforms.Resize(self.side)]
         transform = transforms.Compose([*resize, transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
-        return datasets.FashionMNIST(self.root, transform=transform)
+        return datasets.FashionMNIST(self.root, train, transform)
 
     def loader(self, **more: Any) -> dict[str, Any]:
         """What a DataLoader is to be told beside its data set."""

@@ -1,0 +1,102 @@
+"""What `against` has measured, as tables and a plot in docs/performance.md and a sentence in README.md: `python bench/page.py`."""
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib import pyplot
+
+ROOT = Path(__file__).parents[1]
+KEPT, PLOT = ROOT / "bench" / "against.json", ROOT / "docs" / "pictures" / "performance.svg"
+PAGES = ("README.md", "docs/performance.md")
+Results = dict[str, dict[str, dict[str, list[float]]]]
+
+
+def title(model: str) -> str:
+    return {"lenet": "LeNet", "resnet18": "ResNet-18"}.get(model, "MobileNetV3-small" if "mobilenet" in model else model)
+
+
+def told(values: list[float], form: str = ".2f") -> str:
+    """The median, and in brackets the lowest and the highest."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def table(models: Results, kind: str, form: str = ".2f") -> str:
+    """A row for each figure, a column for each model."""
+    rows = list(dict.fromkeys(name for found in models.values() for name in found[kind]))
+    lines = [f"| | {' | '.join(map(title, models))} |", f"|---{'|---' * len(models)}|"]
+    for name in rows:
+        cells = [told(found[kind][name], form) if name in found[kind] else "" for found in models.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def texts(results: dict[str, Any]) -> dict[str, str]:
+    """What stands between the marks of a page, by mark."""
+    models: Results = results["models"]
+    rounds = len(next(iter(next(iter(models.values()))["images_per_second"].values())))
+    where = f"2 cores of {results['machine']}, torch {results['torch']}, gloo, {rounds} rounds in turn"
+    parts = [
+        f"On {where}; medians (lowest to highest).",
+        "Ratios of images/s:",
+        table(models, "ratios"),
+        "Images/s:",
+        table(models, "images_per_second", ",.0f"),
+        "Of what the machine multiplies at most, in matrices of 1,024 by 1,024:",
+        table(models, "share of the peak"),
+        "Shares of a step's time, on rank 0, of three trainings:",
+        table(models, "share of a step"),
+    ]
+    loops = {"examples": "the loop of pytorch/examples", "accelerate": "Accelerate's", "lightning": "Lightning's"}
+    sentences = []
+    for name, found in models.items():
+        ours = next(iter(found["images_per_second"]))
+        against = [f"{statistics.median(found['ratios'][f'{ours} / {one}']):.2f} times {said}" for one, said in loops.items()]
+        sentences.append(f"{title(name)} {', '.join(against)}")
+    figures = f"{'; '.join(sentences)}; medians on {where} ([performance](docs/performance.md))"
+    readme = f"Speed of the whole product, in images/s: {figures}."
+    return {"against": "\n\n".join(parts), "speed": readme}
+
+
+def filled(page: str, parts: dict[str, str]) -> str:
+    """A page with what stands between its marks replaced."""
+    for name, text in parts.items():
+        marked = re.compile(rf"(<!-- {name}: [^>]* -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+        page = marked.sub(lambda found, text=text: f"{found[1]}{text}\n{found[2]}", page)
+    return page
+
+
+def draw(models: Results, path: Path) -> None:
+    """Bars of images a second, as a multiple of pytorch/examples' loop in the same round."""
+    matplotlib.use("svg")
+    # The same bytes from the same figures.
+    matplotlib.rcParams["svg.hashsalt"] = "lockstep"
+    figure, axes = pyplot.subplots(1, len(models), figsize=(4 * len(models), 3.6), layout="constrained")
+    for one, (name, found) in zip(axes, models.items(), strict=True):
+        speeds = found["images_per_second"]
+        others = speeds["examples"]
+        multiples = {arm: [speed / other for speed, other in zip(values, others, strict=True)] for arm, values in speeds.items()}
+        for place, (arm, values) in enumerate(reversed(multiples.items())):
+            middle = statistics.median(values)
+            spread = [[middle - min(values)], [max(values) - middle]]
+            one.barh(place, middle, xerr=spread, color="tab:blue" if arm.startswith("product") else "tab:gray", capsize=2)
+        one.set_yticks(range(len(multiples)), list(reversed(multiples)), fontsize=8)
+        one.set(title=title(name), xlabel="images/s, as a multiple of examples")
+        one.axvline(1, color="black", linewidth=0.5)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def publish() -> None:
+    """Write what was kept into the pages."""
+    results = json.loads(KEPT.read_text())
+    for name in PAGES:
+        path = ROOT / name
+        path.write_text(filled(path.read_text(), texts(results)))
+    draw(results["models"], PLOT)
+
+
+if __name__ == "__main__":
+    publish()

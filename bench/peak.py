@@ -1,0 +1,52 @@
+"""What this machine multiplies at most: square matrices on every rank at once, one thread each: `torchrun bench/peak.py SECONDS`."""
+
+import json
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+SIDE = 1024
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def flops_per_image(model: nn.Module, shape: tuple[int, ...]) -> float:
+    """What forward and backward take, for one image."""
+    images = 8
+    counter = FlopCounterMode(display=False)
+    with counter:
+        F.cross_entropy(model(torch.zeros(images, *shape)), torch.zeros(images, dtype=torch.int64)).backward()
+    return counter.get_total_flops() / images
+
+
+def multiplied(dtype: torch.dtype, seconds: float) -> float:
+    """Floating-point operations a second of this rank."""
+    left, right = (torch.randn(SIDE, SIDE).to(dtype) for _ in range(2))
+    product: Tensor = left @ right
+    dist.barrier()
+    started_at, count = time.monotonic(), 0
+    while time.monotonic() < started_at + seconds:
+        torch.mm(left, right, out=product)
+        count += 1
+    return count * 2 * SIDE**3 / (time.monotonic() - started_at)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {}
+    for name, dtype in DTYPES.items():
+        together = torch.tensor(multiplied(dtype, float(sys.argv[1])), dtype=torch.float64)
+        dist.all_reduce(together)
+        found[name] = float(together)
+    if dist.get_rank() == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
