@@ -163,7 +163,7 @@ class RankStage:
         sync = f"python -m pipeline sync --params {shlex.quote(str(self._paths.params))}"
         error = mirror.finish(stop.hurried, lambda text: say(f"{text}; Ctrl-C leaves the rest to: {sync}"), stopped)
         if error is None:
-            say(f"MLflow: {address(self._job.run, self._paths)}")
+            say(f"MLflow: {address(self._job.run, self._paths, with_model=self._stage == 'evaluate')}")
         else:
             say(f"MLflow does not have all of it yet ({error}). To catch up: {sync}")
         if lacks := copier.finish(stop.hurried, stopped):

@@ -176,7 +176,7 @@ class Mirror:
         model = logged_models.find_model(self._client, self._state.run_id, self._state.experiment_id)
         # A person may have removed it.
         if model is not None:
-            register(self._client, self._state.run_id, model, line)
+            self._state = replace(self._state, model=register(self._client, self._state.run_id, model, line))
             at = self._run / "journal.jsonl", line.get("step", -1)
             logged_models.give_metrics(self._client, self._state.run_id, model.model_id, at, logged_models.EVALUATED)
 

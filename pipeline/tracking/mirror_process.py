@@ -79,8 +79,13 @@ def server_and_credentials(paths: Paths) -> tuple[str, dict[str, str]]:
         raise ConfigError(f"MLFLOW_TRACKING_URI: is not an address; {cure}") from None
 
 
-def address(run: Path, paths: Paths) -> str:
-    """Return where people see the run."""
+def address(run: Path, paths: Paths, with_model: bool = False) -> str:
+    """Return where people see the run, and, once it is evaluated, by what name a program loads its model."""
+    model = f"; its model: models:/{read_state(run).model}" if with_model and read_state(run).model else ""
+    return _page(run, paths) + model
+
+
+def _page(run: Path, paths: Paths) -> str:
     state, (uri, _) = read_state(run), server_and_credentials(paths)
     page = f"#/experiments/{state.experiment_id}/runs/{state.run_id}?{WORKFLOW}"
     if uri.startswith("http"):

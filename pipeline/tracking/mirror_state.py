@@ -25,6 +25,8 @@ class State:
     error: str | None = None
     # Which MLflow it is: a digest, as an address may hold a password.
     server: str = ""
+    # The registered model that an evaluation made, as name/version.
+    model: str = ""
 
 
 def database_of(uri: str, folder: Path = Path()) -> Path | None:
@@ -39,7 +41,7 @@ def read_state(run: Path) -> State:
         state = State(**json.loads((run / "mirror.json").read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError):
         return State()
-    strings = (state.run_id, state.experiment_id, state.server, state.error or "")
+    strings = (state.run_id, state.experiment_id, state.server, state.model, state.error or "")
     sound = all(isinstance(one, str) for one in strings) and type(state.offset) is int and state.offset >= 0  # pyright: ignore
     return state if sound else State()
 

@@ -9,8 +9,8 @@ DESCRIPTION = "Versions are evaluated runs. The champion has the best test accur
 ACCURACY_TAG, TESTS_TAG, CLEAN_TAG = "test/accuracy", "lockstep.tests", "lockstep.clean"
 
 
-def register(client: Any, run_id: str, model: Any, evaluated: dict[str, Any]) -> None:
-    """Make a logged model a version of a registered one; the champion is the best of those that come from committed code."""
+def register(client: Any, run_id: str, model: Any, evaluated: dict[str, Any]) -> str:
+    """Make a logged model a version of a registered one, and return name/version; the champion is the best of those of committed code."""
     from mlflow import MlflowException
 
     # MLflow takes no / and : in such names, and its searches no quotes.
@@ -28,6 +28,7 @@ def register(client: Any, run_id: str, model: Any, evaluated: dict[str, Any]) ->
     if evaluated["clean"] and _beats_champion(client, name, evaluated):
         # Of all versions: another evaluation may end at the same time.
         client.set_registered_model_alias(name, CHAMPION, _best(client, name, evaluated["tests"]).version)
+    return f"{name}/{version.version}"
 
 
 def _best(client: Any, name: str, tests: str) -> Any:

@@ -60,6 +60,7 @@ def test_a_folder_of_images_becomes_a_model_in_mlflow_that_names_their_classes(c
     (listing,) = re.findall(r"^```python\n(.*?)^```", OWN_IMAGES.read_text(), re.MULTILINE | re.DOTALL)
     (clone / "predict.py").write_text(listing)
     said = {command: run(clone, command) for command in blocks(OWN_IMAGES)}
+    assert "; its model: models:/lockstep-imagefolder-photos/1\n" in "".join(said.values())
     manifest = store.read_manifest(clone / "data" / "prepared")
     assert (manifest.class_names, manifest.shape, sum(manifest.counts.values())) == (["cat", "dog"], (3, 64, 64), 240)
     (found,) = [one for one in runs(clone) if one.data.params["data.name"] == "imagefolder"]
