@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 PEERS = ROOT / ".venv" / "peers"
 RANKS, BATCH_PER_RANK, SIDE = 2, 128, 28
 LOOPS = {"examples": "examples.py", "accelerate": "with_accelerate.py", "lightning": "with_lightning.py"}
-PRODUCT, INDEPENDENT, PLAIN, ONE_RANK = "product", "independent lanes", "plain torch", "one rank of two threads"
+PRODUCT, INDEPENDENT, PLAIN, ONE_RANK = "product", "independent lanes", "plain torch", "product on one rank of two threads"
 # The first of them that a machine has.
 INSTRUCTIONS = {"amx_bf16": "AMX, bf16", "avx512_bf16": "AVX-512, bf16", "avx512f": "AVX-512, no bf16", "avx2": "AVX2, no bf16"}
 # Prepared once, trained again and again.
@@ -56,6 +56,7 @@ class Contest:
     scratch: Path
     precisions: tuple[str, ...]
     speeds: dict[str, list[float]] = field(default_factory=dict)
+    peaks: list[dict[str, float]] = field(default_factory=list)
 
     def arms(self) -> list[str]:
         ours = [f"{kind}, {precision}" for precision in self.precisions for kind in (PRODUCT, ONE_RANK, INDEPENDENT)]
@@ -63,8 +64,11 @@ class Contest:
 
     def round(self, number: int) -> None:
         """Measure every arm once; every other round the other way round."""
-        for arm in self.arms()[:: 1 if number % 2 else -1]:
-            self.speeds.setdefault(arm, []).append(self.measured(arm))
+        arms = self.arms()
+        self.speeds = self.speeds or {arm: [] for arm in arms}
+        for arm in arms[:: 1 if number % 2 else -1]:
+            self.speeds[arm].append(self.measured(arm))
+        self.peaks.append(json.loads(torchrun(ROOT / "bench" / "peak.py", "1").splitlines()[-1]))
 
     def measured(self, arm: str) -> float:
         kind, _, precision = arm.partition(", ")
@@ -89,6 +93,8 @@ class Contest:
                 "train": {"epochs": 1, "precision": precision},
                 "dist": {"world_size": ranks, "batch_size_per_gpu": self.model.batch * RANKS // ranks, "threads_per_rank": RANKS // ranks},
                 "tracking": {"log_every_steps": max(1, self.model.warm // 2)},
+                # One within the steps that are timed.
+                "checkpoint": {"every_steps": self.model.warm + self.model.steps // 2},
             }
             (folder / "params.yaml").write_text(yaml.safe_dump(values))
             self.pipeline("prepare", folder)
@@ -127,10 +133,10 @@ class Contest:
     def shares_of_peak(self) -> dict[str, list[float]]:
         """Which part of what the machine multiplies at most the product uses, round by round."""
         flops = flops_per_image(models.build(self.model.name, 1, SIDE, 10), (1, SIDE, SIDE))
-        peaks = json.loads(torchrun(ROOT / "bench" / "peak.py", "3").splitlines()[-1])
+        speeds = {precision: self.speeds[f"{PRODUCT}, {precision}"] for precision in self.precisions}
         return {
-            f"{PRODUCT}, {precision} / peak": [flops * speed / peaks[precision] for speed in self.speeds[f"{PRODUCT}, {precision}"]]
-            for precision in self.precisions
+            f"{PRODUCT}, {precision} / peak": [flops * speed / peak[precision] for speed, peak in zip(own, self.peaks, strict=True)]
+            for precision, own in speeds.items()
         }
 
     def ratios(self) -> dict[str, list[float]]:
@@ -206,7 +212,10 @@ def measured(name: str, scratch: Path, rounds: int) -> dict[str, dict[str, list[
 
 def machine_in_words() -> str:
     """The CPU's own name, and what it multiplies with."""
-    text = Path("/proc/cpuinfo").read_text()
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return machine.detect().cpu
+    text = info.read_text()
     named = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     has = next((words for flag, words in INSTRUCTIONS.items() if re.search(rf"\b{flag}\b", text)), "no AVX2")
     return f"{named[1].replace('(R)', '') if named else 'an unnamed CPU'} ({has})"

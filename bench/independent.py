@@ -42,7 +42,7 @@ def compute(number: int, job: Job, steps: int, plain: bool, together: Any) -> No
     model = train_rank.build_model(job, manifest, HOST).train()
     pixels = Pixels(manifest.mean, manifest.std, HOST)
     order = Order(config.seed, len(split.labels), config.dist.images_per_step, config.dist.pieces)
-    reader = train_rank.batches(job, split, pixels, order, True, manifest.mean)
+    reader = train_rank.batches(job, split, pixels, order, True, manifest)
     first = sum(config.dist.pieces_per_rank[:number])
     own = range(first, first + config.dist.pieces_per_rank[number])
     ready: dict[tuple[int, int], tuple[Tensor, Tensor]] = {

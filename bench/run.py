@@ -27,11 +27,11 @@ from bench.arguments import add_parts  # noqa: E402
 from bench.jobs import torchrun  # noqa: E402
 from bench.strategies import WAYS  # noqa: E402
 from bench.trainings import pipeline, speed_of  # noqa: E402
+from pipeline.hardware.cgroup import usable_cpus  # noqa: E402
 
 
 def main() -> None:
     parts = {"lenet": lenet, "resnet18": resnet18, "strategies": strategies, "product": product}
-    # The last two need a package index.
     parts |= {
         "checkpoint": checkpoint,
         "start": start,
@@ -39,8 +39,9 @@ def main() -> None:
         "storage": storage,
         "restart": restart,
         "images": images,
-        "against": against,
         "learning": learning,
+        # It needs a package index.
+        "against": against,
     }
     parser = argparse.ArgumentParser(description="What a step, a training, a start and a no-op cost, and against whom.")
     add_parts(parser, parts)
@@ -48,7 +49,7 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=3.0, help="how long `steps` measures LeNet in each pair; ResNet-18 takes 8/3 of it"
     )
-    parser.add_argument("--out", type=Path, default=Path("bench-results.json"), help="where `against` writes its results")
+    parser.add_argument("--out", type=Path, default=Path("bench-results.json"), help="where `against` and `learning` write their results")
     parser.add_argument("--publish", action="store_true", help="write what `against` measures into README.md and docs/performance.md")
     wanted = parser.parse_args()
     print(f"{platform.system()}, {psutil.cpu_count()} CPUs, {machine_in_words()}")
@@ -99,7 +100,7 @@ def product(wanted: argparse.Namespace) -> None:
 def against(wanted: argparse.Namespace) -> None:
     """The product, its arithmetic alone, plain torch, and the loops of others, in turn; the results as JSON, too."""
     install_peers()
-    results: dict[str, Any] = {"machine": machine_in_words(), "torch": version("torch"), "models": {}}
+    results: dict[str, Any] = {"machine": machine_in_words(), "cpus": usable_cpus(), "torch": version("torch"), "models": {}}
     with tempfile.TemporaryDirectory() as scratch:
         unpack(Path(scratch))
         for name in MODELS:
@@ -114,10 +115,9 @@ def against(wanted: argparse.Namespace) -> None:
 
 
 def learning(wanted: argparse.Namespace) -> None:
-    """What LeNet learns in equal epochs, and the seconds to 90.0 % of the test images, over five seeds."""
-    install_peers()
+    """What LeNet learns in equal epochs, and the seconds to 90.0 % of the test images, over five seeds; the results as JSON, too."""
     with tempfile.TemporaryDirectory() as scratch:
-        for said, figures in learned.report(Path(scratch)).items():
+        for said, figures in learned.report(Path(scratch), wanted.out).items():
             print(f"{said}:")
             for name, values in figures.items():
                 show(name, values)

@@ -7,7 +7,9 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
+import atexit
 import logging
+import os
 import re
 import shlex
 import sys
@@ -16,6 +18,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, ModuleType
+from typing import Any
 
 from pipeline.config import Config, ConfigError, DataError, MachineError, PeerError
 from pipeline.files import Paths, describe
@@ -65,6 +68,12 @@ def interrupt(number: int, _: FrameType | None) -> None:
     """Raise KeyboardInterrupt for the first Ctrl-C, and ignore later ones: they would interrupt the cleaning up."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+def on_stop(handler: Any) -> None:
+    """Set what happens on every signal to stop."""
+    for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(one, handler)
 
 
 def command_module(command: str) -> ModuleType:
@@ -149,7 +158,8 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, interrupt)
     with best_effort_output():
         code = main()
-        # What comes while the last lines are read is not to end it with another code.
-        for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(one, signal.SIG_IGN)
+        # What comes while the last lines wait for their reader ends the wait, and with no other code.
+        on_stop(lambda *_: os._exit(code))
+    # When Python clears its modules it has reset all handlers.
+    atexit.register(on_stop, signal.SIG_IGN)
     sys.exit(code)

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import active_children, get_context
+from ctypes import c_byte
+from multiprocessing import get_context
 from pathlib import Path
 from uuid import uuid4
 
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 # Some files for a process at once.
 CHUNK = 8
 SCRATCH = ".decoding-"
+# Of a decoder, the one thing that it is told while it works.
+_stopped: list[c_byte] = []
 
 
 class Decoded:
@@ -162,19 +165,22 @@ def _each(paths: list[Path], side: int) -> Iterator[NDArray[np.uint8] | str]:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Not by fork: whoever calls this may have threads.
     count, under_way = usable_cpus(), deque[Future[list[NDArray[np.uint8] | str]]]()
-    with ProcessPoolExecutor(count, get_context("spawn"), _ends_with, (os.getpid(),)) as pool:
+    context = get_context("spawn")
+    # Without a lock, which a decoder that is killed might hold.
+    stopped = context.RawValue("b", 0)
+    with ProcessPoolExecutor(count, context, _begin, (os.getpid(), stopped)) as pool:
         try:
             for start in range(0, len(paths), CHUNK):
-                under_way.append(pool.submit(_all, paths[start : start + CHUNK], side))
+                under_way.append(pool.submit(_unless_stopped, paths[start : start + CHUNK], side))
                 # What is decoded and not written waits in memory.
                 if len(under_way) > 4 * count:
                     yield from under_way.popleft().result()
             while under_way:
                 yield from under_way.popleft().result()
         finally:
-            # After Ctrl-C nobody waits for large images.
-            for one in active_children() if under_way else ():
-                one.kill()
+            # After Ctrl-C, or for want of room, the image that is under way is the last one.
+            stopped.value = 1
+            pool.shutdown(cancel_futures=True)
 
 
 def _all(paths: list[Path], side: int) -> list[NDArray[np.uint8] | str]:
@@ -184,7 +190,12 @@ def _all(paths: list[Path], side: int) -> list[NDArray[np.uint8] | str]:
         return [decode.decode(path, side, shown(path)) for path in paths]
 
 
-def _ends_with(parent: int) -> None:
+def _unless_stopped(paths: list[Path], side: int) -> list[NDArray[np.uint8] | str]:
+    return [one for path in paths if not _stopped[0].value for one in _all([path], side)]
+
+
+def _begin(parent: int, stopped: c_byte) -> None:
     """A terminal's Ctrl-C is the parent's to answer, whose end is also this process's."""
     ignores_interrupts()
     die_with(parent)
+    _stopped.append(stopped)

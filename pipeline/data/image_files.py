@@ -92,7 +92,7 @@ def _raise(error: OSError) -> NoReturn:
 
 def told(broken: list[str]) -> str:
     """Some broken files in one line: the first with what is wrong with it, and the names of some others."""
-    names = [one.partition(": ")[0] for one in broken[1 : 1 + MOST_NAMES]]
+    names = [one.partition(": cannot be decoded")[0] for one in broken[1 : 1 + MOST_NAMES]]
     more = [f"{len(broken) - 1 - MOST_NAMES} more"] if len(broken) > 1 + MOST_NAMES else []
     return broken[0] + (f"; as well as {', '.join(names + more)}" if names else "")
 

@@ -175,6 +175,7 @@ class Mirror:
     def _on_evaluated(self, line: dict[str, Any]) -> None:
         model = logged_models.find_model(self._client, self._state.run_id, self._state.experiment_id)
         # A person may have removed it.
+        self._state = replace(self._state, model="")
         if model is not None:
             self._state = replace(self._state, model=register(self._client, self._state.run_id, model, line))
             at = self._run / "journal.jsonl", line.get("step", -1)
