@@ -50,6 +50,7 @@ def main() -> None:
         "--seconds", type=float, default=3.0, help="how long `steps` measures LeNet in each pair; ResNet-18 takes 8/3 of it"
     )
     parser.add_argument("--out", type=Path, default=Path("bench-results.json"), help="where `against` and `learning` write their results")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which of them `against` measures")
     parser.add_argument("--publish", action="store_true", help="write what `against` measures into README.md and docs/performance.md")
     wanted = parser.parse_args()
     print(f"{platform.system()}, {psutil.cpu_count()} CPUs, {machine_in_words()}")
@@ -103,7 +104,7 @@ def against(wanted: argparse.Namespace) -> None:
     results: dict[str, Any] = {"machine": machine_in_words(), "cpus": usable_cpus(), "torch": version("torch"), "models": {}}
     with tempfile.TemporaryDirectory() as scratch:
         unpack(Path(scratch))
-        for name in MODELS:
+        for name in wanted.models:
             print(f"{name}, world 2, 4 lanes, Fashion-MNIST, images/s, ratios, shares:")
             results["models"][name] = measured(name, Path(scratch), wanted.pairs)
             for what, values in chain(*(part.items() for part in results["models"][name].values())):

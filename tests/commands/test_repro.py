@@ -13,10 +13,9 @@ import psutil
 import pytest
 import yaml
 
-from pipeline.config import Config
 from pipeline.tracking.journal import last
 from tests.kit.checkout import clone_of, commit
-from tests.kit.experiment import LONGER, ROOT, Experiment, clean_environment, settings
+from tests.kit.experiment import LONGER, ROOT, Experiment, clean_environment, settings, whole
 from tests.kit.trainings import same_figures, status, suspended
 from tests.kit.waiting import until
 
@@ -27,8 +26,7 @@ Note = Callable[[str, object], None]
 def prepared_clone(folder: Path) -> Experiment:
     """This tree as a clone with the long experiment, using the environment that the tests run in."""
     clone_of(folder)
-    # Whole: DVC asks for every key that dvc.yaml names.
-    (folder / "params.yaml").write_text(yaml.safe_dump(Config.model_validate(settings(**LONGER)).model_dump()))
+    (folder / "params.yaml").write_text(whole(settings(**LONGER)))
     (folder / ".venv").symlink_to(ROOT / ".venv")
     # Older than the environment, so that make does not install it again; and never a part of the clone.
     os.utime(folder / "requirements-dev.lock", (0, 0))

@@ -10,9 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from pipeline.config import Config
+from tests.kit.experiment import whole
 
 USER = 1234
 # One for each worker of pytest: `make up` and `--build` give the name to another image.
@@ -47,7 +45,7 @@ class Project:
 
     def set(self, values: dict[str, Any]) -> "Project":
         # All keys: DVC misses those that a stage watches.
-        (self.folder / "params.yaml").write_text(yaml.safe_dump(Config.model_validate(values).model_dump()))
+        (self.folder / "params.yaml").write_text(whole(values))
         return self
 
     def words(self, *words: str) -> list[str]:

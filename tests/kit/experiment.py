@@ -112,6 +112,11 @@ class Experiment:
         return [line for line in map(json.loads, lines) if line["kind"] == kind]
 
 
+def whole(values: dict[str, Any]) -> str:
+    """A params file with every key, as DVC asks for every key that dvc.yaml names."""
+    return yaml.safe_dump(Config.model_validate(values).model_dump(exclude={"model": {"source"}}))
+
+
 def make_job(folder: Path, precision: str = "fp32", **changes: Any) -> Job:
     """A job on the CPU as the launcher would write it, with its data prepared."""
     folder.mkdir(parents=True, exist_ok=True)
