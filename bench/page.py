@@ -41,6 +41,7 @@ def texts(results: dict[str, Any]) -> dict[str, str]:
     where = f"{results['cpus']} cores of {results['machine']}, torch {results['torch']}, gloo, {rounds} rounds in turn"
     parts = [
         f"On {where}; medians (lowest to highest).",
+        "![Images a second of every arm, as a multiple of pytorch/examples' loop](pictures/performance.svg)",
         "Ratios of images/s:",
         table(models, "ratios"),
         "Images/s:",
@@ -75,8 +76,8 @@ def draw(models: Results, path: Path) -> None:
     matplotlib.use("svg")
     # The same bytes from the same figures.
     matplotlib.rcParams["svg.hashsalt"] = "lockstep"
-    figure, axes = pyplot.subplots(1, len(models), figsize=(4 * len(models), 3.6), layout="constrained")
-    for one, (name, found) in zip(axes, models.items(), strict=True):
+    figure, axes = pyplot.subplots(1, len(models), figsize=(4 * len(models), 3.6), layout="constrained", squeeze=False)
+    for one, (name, found) in zip(axes[0], models.items(), strict=True):
         speeds = found["images_per_second"]
         others = speeds["examples"]
         multiples = {arm: [speed / other for speed, other in zip(values, others, strict=True)] for arm, values in speeds.items()}
