@@ -22,7 +22,7 @@ from typing import Any
 
 from pipeline.config import Config, ConfigError, DataError, MachineError, PeerError
 from pipeline.files import Paths, describe
-from pipeline.output import best_effort_output
+from pipeline.output import best_effort_output, wait_no_longer
 from pipeline.params import load
 from pipeline.runs.status import StopRequested
 
@@ -71,9 +71,10 @@ def interrupt(number: int, _: FrameType | None) -> None:
 
 
 def on_stop(handler: Any) -> None:
-    """Set what happens on every signal to stop."""
+    """Set what happens on every signal to stop that is not ignored: under nohup, or after a stop, it stays so."""
     for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(one, handler)
+        if signal.getsignal(one) != signal.SIG_IGN:
+            signal.signal(one, handler)
 
 
 def command_module(command: str) -> ModuleType:
@@ -158,8 +159,9 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, interrupt)
     with best_effort_output():
         code = main()
-        # What comes while the last lines wait for their reader ends the wait, and with no other code.
-        on_stop(lambda *_: os._exit(code))
+        # What comes while the last lines wait for their reader makes the wait short, and no other code.
+        on_stop(lambda *_: wait_no_longer())
+    on_stop(lambda *_: os._exit(code))
     # When Python clears its modules it has reset all handlers.
     atexit.register(on_stop, signal.SIG_IGN)
     sys.exit(code)

@@ -48,6 +48,10 @@ class BestEffortStream(io.TextIOBase):
             if self._sent_bytes != seen_bytes:
                 seen_bytes, seen_at = self._sent_bytes, time.monotonic()
 
+    def give_up(self) -> None:
+        """From now on wait for no reader that takes nothing."""
+        self._lossy = True
+
     def _send(self) -> None:
         while True:
             content = self._queue.get()
@@ -87,3 +91,10 @@ def best_effort_output() -> Generator[None]:
         for stream in streams:
             stream.drain()
         sys.stdout, sys.stderr = stdout, stderr
+
+
+def wait_no_longer() -> None:
+    """Let no output wait for a reader that takes nothing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, BestEffortStream):
+            stream.give_up()

@@ -67,7 +67,8 @@ def _parted(root: Path, classes: list[str], whole: Split, seed: int) -> Raw:
     """
     paths = files_in(whole.images)
     assert paths is not None
-    drawn = np.array([_drawn(draw_seed(seed, "imagefolder"), os.fsencode(path.relative_to(root))) for path in paths])
+    own_seed = draw_seed(seed, "imagefolder")
+    drawn = np.array([_drawn(own_seed, os.fsencode(path.relative_to(root))) for path in paths])
     held = drawn < HELD_OUT
     for label, name in enumerate(classes):
         own = np.flatnonzero(whole.labels == label)

@@ -81,8 +81,8 @@ def server_and_credentials(paths: Paths) -> tuple[str, dict[str, str]]:
 
 def address(run: Path, paths: Paths, with_model: bool = False) -> str:
     """Return where people see the run, and, once it is evaluated, by what name a program loads its model."""
-    model = f"; its model: models:/{read_state(run).model}" if with_model and read_state(run).model else ""
-    return _page(run, paths) + model
+    model = read_state(run).model if with_model else ""
+    return _page(run, paths) + (f"; its model: models:/{model}" if model else "")
 
 
 def _page(run: Path, paths: Paths) -> str:

@@ -59,13 +59,35 @@ def catches(process: "subprocess.Popen[bytes]", number: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_stop_request_while_the_last_lines_wait_for_a_reader_changes_no_exit_code(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize(("stream", "command"), [("stderr", "prepare"), ("stdout", "doctor")])
+def test_a_stop_request_while_the_last_lines_wait_for_a_reader_changes_no_exit_code(
+    experiment: Experiment, number: int, stream: str, command: str
+) -> None:
+    params = experiment.params if command == "doctor" else experiment.folder / "missing.yaml"
+    words = [sys.executable, "-m", "pipeline", command, "--params", str(params)]
+    code = subprocess.run(words, cwd=ROOT, env=clean_environment(), capture_output=True).returncode
     with pipe() as (_, writer):
         fill(writer)
-        words = [sys.executable, "-m", "pipeline", "prepare", "--params", str(tmp_path / "missing.yaml")]
-        process = subprocess.Popen(words, cwd=ROOT, env=clean_environment(), stderr=writer)
+        process = subprocess.Popen(words, cwd=ROOT, env=clean_environment(), **{stream: writer})
         until(lambda: catches(process, signal.SIGTERM), process)
         process.send_signal(number)
+        # Results wait for a pager for as long as it takes, but not for one that takes nothing then.
+        assert process.wait(timeout=30) == code
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_storm_of_stop_requests_at_the_end_loses_no_line(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "pipeline", "prepare", "--params", str(tmp_path / "missing.yaml")]
+    with pipe() as (reader, writer):
+        fill(writer)
+        process = subprocess.Popen(words, cwd=ROOT, env=clean_environment(), stderr=writer)
+        os.close(writer)
+        until(lambda: catches(process, signal.SIGTERM), process)
+        for _ in range(20):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.005)
+        with os.fdopen(os.dup(reader), "rb") as file:
+            assert b"missing.yaml: no such file" in file.read()
         assert process.wait(timeout=30) == 2
 
 
