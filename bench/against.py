@@ -14,6 +14,7 @@ import yaml
 
 from bench.peak import flops_per_image
 from bench.silent import mean_speed
+from bench.trainings import forget, pipeline
 from pipeline import models
 from pipeline.data import fashion_mnist
 from pipeline.hardware import machine
@@ -29,8 +30,6 @@ LOOPS = {"examples": "examples.py", "accelerate": "with_accelerate.py", "lightni
 PRODUCT, INDEPENDENT, PLAIN, ONE_RANK = "product", "independent lanes", "plain torch", "product on one rank of two threads"
 # The first of them that a machine has.
 INSTRUCTIONS = {"amx_bf16": "AMX, bf16", "avx512_bf16": "AVX-512, bf16", "avx512f": "AVX-512, no bf16", "avx2": "AVX2, no bf16"}
-# Prepared once, trained again and again.
-WRITTEN = ("receipt.json", "journal.jsonl", "mirror.json", "checkpoints/*")
 
 
 @dataclass(frozen=True)
@@ -97,13 +96,8 @@ class Contest:
                 "checkpoint": {"every_steps": self.model.warm + self.model.steps // 2},
             }
             (folder / "params.yaml").write_text(yaml.safe_dump(values))
-            self.pipeline("prepare", folder)
+            pipeline("prepare", folder / "params.yaml")
         return folder
-
-    def pipeline(self, command: str, folder: Path) -> None:
-        words = [sys.executable, "-m", "pipeline", command, "--params", str(folder / "params.yaml")]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
 
     def job(self, precision: str) -> Path:
         folder = self.folder(precision)
@@ -115,7 +109,7 @@ class Contest:
         """Train as a user would, with journal, MLflow and checkpoints."""
         folder = self.folder(precision, ranks)
         forget(folder)
-        self.pipeline("train", folder)
+        pipeline("train", folder / "params.yaml")
         (journal,) = folder.glob("runs/*/journal.jsonl")
         return mean_speed([line["values"] for line in read(journal) if "train/images_per_second" in line.get("values", {})])
 
@@ -150,12 +144,6 @@ class Contest:
             name: [one / other for one, other in zip(self.speeds[left], self.speeds[right], strict=True)]
             for name, (left, right) in pairs.items()
         }
-
-
-def forget(folder: Path) -> None:
-    """Remove what a training has written: the next one begins at its first step."""
-    for old in [path for pattern in WRITTEN for path in (folder / "runs").glob(f"*/{pattern}")]:
-        old.unlink()
 
 
 def torchrun(script: Path, argument: str) -> str:

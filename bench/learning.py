@@ -1,7 +1,6 @@
 """What LeNet learns on Fashion-MNIST in equal epochs, and the seconds to 90.0 % of the test images, in turn with what people write."""
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from bench.against import ROOT, forget, torchrun, unpack
+from bench.against import ROOT, torchrun, unpack
+from bench.trainings import forget, pipeline
 
 SEEDS = (1, 2, 3, 4, 5)
 GOAL = 0.9
@@ -34,9 +34,7 @@ def product(scratch: Path, seed: int) -> tuple[float, float]:
     seconds: dict[str, float] = {}
     for command in ("prepare", "train", "evaluate"):
         started_at = time.monotonic()
-        words = [sys.executable, "-m", "pipeline", command, "--params", str(folder / "params.yaml")]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        pipeline(command, folder / "params.yaml")
         seconds[command] = time.monotonic() - started_at
     return float(json.loads((folder / "metrics" / "eval.json").read_text())["accuracy"]), seconds["train"]
 
@@ -71,7 +69,8 @@ def report(scratch: Path, out: Path) -> dict[str, dict[str, list[float]]]:
         accuracies, seconds = loop(scratch, seed, TUTORIAL)
         keep(reached, PLAIN, accuracies[-1])
         keep("seconds", PLAIN, seconds)
-        keep("seconds of it / of the product", PLAIN, seconds / ours_seconds)
+        if min(accuracy, accuracies[-1]) >= GOAL:
+            keep("seconds of it / of the product", PLAIN, seconds / ours_seconds)
         keep("epochs", PLAIN, len(accuracies))
         print(f"  seed {seed}: {accuracy:.4f} in {ours_seconds:.1f} s; {same[-1]:.4f} in {same_seconds:.1f} s;", end=" ", file=sys.stderr)
         print(f"{accuracies[-1]:.4f} in {len(accuracies)} epochs and {seconds:.1f} s", file=sys.stderr, flush=True)

@@ -11,11 +11,20 @@ from bench.silent import mean_speed
 from pipeline.data import fashion_mnist
 from pipeline.tracking.journal import read
 
+# Prepared once, trained again and again.
+WRITTEN = ("receipt.json", "journal.jsonl", "mirror.json", "checkpoints/*")
+
 
 def pipeline(command: str, params: Path) -> None:
     """Run one of the product's commands to a good end."""
     done = subprocess.run([sys.executable, "-m", "pipeline", command, "--params", str(params)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def forget(folder: Path) -> None:
+    """Remove what a training has written: the next one begins at its first step."""
+    for old in [path for pattern in WRITTEN for path in (folder / "runs").glob(f"*/{pattern}")]:
+        old.unlink()
 
 
 def speed_of(name: str, scratch: Path) -> float:
@@ -25,9 +34,7 @@ def speed_of(name: str, scratch: Path) -> float:
     params.write_text(yaml.safe_dump({"seed": 1, "data": data, "train": {"epochs": 4}, "dist": {"lanes": 2}}))
     if not (scratch / "data").exists():
         pipeline("prepare", params)
-    for pattern in ("receipt.json", "journal.jsonl", "mirror.json", "checkpoints/*"):
-        for old in (scratch / "runs").glob(f"*/{pattern}"):
-            old.unlink()
+    forget(scratch)
     if name == "product":
         pipeline("train", params)
         (journal,) = (scratch / "runs").glob("*/journal.jsonl")
