@@ -70,7 +70,9 @@ def _explain(error: Any) -> str:
     said = error["msg"].replace("Input should be", "must be").replace("a valid dictionary or instance of", "a section like")
     # As YAML has them.
     written = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
-    steps = f"; in a list: [{value}]" if key == "data.augment" and value in (*get_args(Step), *get_args(Mix)) else ""
+    steps = ""
+    if key == "data.augment" and isinstance(value, str):
+        steps = f"; in a list: [{value}]" if value in (*get_args(Step), *get_args(Mix)) else ", or a list of steps such as [crop, flip]"
     return f"{key}: {written} is wrong; it {said[0].lower() + said[1:]}{steps}"
 
 

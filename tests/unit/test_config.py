@@ -33,6 +33,11 @@ WRONG = [
     ({"train__momentum": True}, 2, ["train.momentum", "true"]),
     ({"seed": None}, 2, ["seed: null is wrong"]),
     ({"data": {"name": "synthetic:1200", "augment": "mixup"}}, 2, ["data.augment: 'mixup' is wrong", "in a list: [mixup]"]),
+    (
+        {"data": {"name": "synthetic:1200", "augment": "crop-flp"}},
+        2,
+        ["data.augment: 'crop-flp' is wrong", "or a list of steps such as [crop, flip]"],
+    ),
     ({"data": {"name": "synthetic:1200", "augment": {"flip": 1}}}, 2, ["data.augment: {'flip': 1} is wrong", "valid list"]),
     ({"model__name": "resnet50"}, 2, ["did you mean torchvision:resnet50?"]),
     ({"data": "fashion-mnist"}, 2, ["data", "'fashion-mnist'", "section"]),
