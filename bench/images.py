@@ -122,7 +122,7 @@ def as_taught(images: Path) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def reading(images: Path, scratch: Path, pairs: int, seconds: float) -> dict[str, list[float]]:
-    """Images a second: read alone, and read to train LeNet on; in turn."""
+    """Images a second: read alone, and read to train a small model and LeNet on; in turn."""
     torch.set_num_threads(1)
     splits: dict[str, Split] = {}
     for kept in ("pixels", "originals"):
@@ -137,7 +137,7 @@ def reading(images: Path, scratch: Path, pairs: int, seconds: float) -> dict[str
         TAUGHT: as_taught(images),
     }
     found: dict[str, list[float]] = {}
-    for work, task in {"read": lambda *_: None, "train lenet": learner()}.items():
+    for work, task in {"read": lambda *_: None, "train mlp": learner("mlp"), "train lenet": learner("lenet")}.items():
         for lanes in ways.values():
             speed(lanes, task, seconds / 2)
         for index in range(pairs):
@@ -146,10 +146,10 @@ def reading(images: Path, scratch: Path, pairs: int, seconds: float) -> dict[str
     return found
 
 
-def learner() -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """A step of LeNet on one lane."""
+def learner(name: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """A step of a model on one lane."""
     train_rank.fix_bits(1)
-    model = models.build("lenet", 3, SIDE, 10).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    model = models.build(name, 3, SIDE, 10).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
