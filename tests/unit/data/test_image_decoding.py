@@ -111,7 +111,7 @@ def killed(paths: list[Path], side: int) -> Any:
 
 
 def test_a_decoder_that_is_killed_is_said_to_lack_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "_all", killed)
+    monkeypatch.setattr(decoding, "_unless_stopped", killed)
     monkeypatch.setattr(decoding, "CHUNK", 1)
     fill(tmp_path / "images", 2)
     with pytest.raises(MachineError, match=r"memory is too short: each core decodes an image at once; free some"):
