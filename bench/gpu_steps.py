@@ -50,8 +50,8 @@ ARMS = {
     "graphs, 4 lanes": ("graphs", "ordered", 4),
 }
 Step = Callable[[], None]
-# Where a CPU has no instructions for bf16, a step of ResNet-18 takes a minute in it.
-DTYPE = torch.bfloat16 if DEVICE.type == "cuda" or machine.detect().cpu_has_bf16 else None
+# On an old CPU a step of ResNet-18 takes a minute in bf16.
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" or machine.detect().cpu_has_amx else None
 
 
 def autocast() -> torch.autocast:

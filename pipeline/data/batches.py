@@ -72,7 +72,7 @@ class Batches:
 
     def _gather(self, step: int, lane: int) -> tuple[Tensor, Tensor]:
         samples = self._order.lane(step, lane, self._labels.device)
-        images, labels = taken(self._images, samples), self._labels[samples]
+        images, labels = taken(self._images, samples), self._labels.index_select(0, samples)
         if self._pixels.device.type == "cuda" and self._reader is not None:
             return images.pin_memory(), labels.pin_memory()
         return images, labels
@@ -89,7 +89,7 @@ class Batches:
 
 def taken(images: Tensor | Originals, samples: Tensor) -> Tensor:
     """These images, as they lie in memory, or decoded."""
-    return images[samples] if isinstance(images, Tensor) else torch.from_numpy(images[samples.numpy()])
+    return images.index_select(0, samples) if isinstance(images, Tensor) else torch.from_numpy(images[samples.numpy()])
 
 
 def chunks(count: int, size: int) -> Iterator[slice]:

@@ -30,7 +30,7 @@ class Machine:
     gpus: list[str]
     capability: int
     cpu: str
-    cpu_has_bf16: bool
+    cpu_has_amx: bool
     # The newest CUDA that the driver supports, as 13000 for 13.0; 0 without one.
     driver: int = 0
     # What tells one GPU, or one slice of it under MIG, from all others.
@@ -44,8 +44,9 @@ def detect() -> Machine:
     sets = sorted(flag for flag in flags if flag.startswith(INSTRUCTION_SETS))
     drawing = [flag for flag in DRAWING_SETS if flag in flags]
     gpus, capability, driver, uuids = _gpus(" ".join([platform.machine(), *drawing, *chosen, *switches(GPU_SWITCHES)]))
-    has_bf16 = bool({"avx512_bf16", "amx_bf16", "bf16"} & flags) and not chosen
-    return Machine(gpus, capability, " ".join([platform.machine(), *maker, *cache, *sets, *chosen]), has_bf16, driver, uuids)
+    # Without AMX bf16 takes longer than fp32, also where a CPU has instructions for it.
+    has_amx = "amx_bf16" in flags and not chosen
+    return Machine(gpus, capability, " ".join([platform.machine(), *maker, *cache, *sets, *chosen]), has_amx, driver, uuids)
 
 
 def user() -> str:

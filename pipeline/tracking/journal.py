@@ -1,7 +1,9 @@
 """The journal: what happened in a run, one JSON object a line, appended by one process at a time."""
 
+import contextlib
 import errno
 import json
+import logging
 import os
 import threading
 import time
@@ -54,6 +56,21 @@ class Silent:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Nothing."""
+
+
+class Notes(logging.Handler):
+    """Copies warnings to the journal, which the launcher shows; a rank's own log is read by nobody."""
+
+    def __init__(self, journal: Writer):
+        super().__init__(logging.WARNING)
+        self._journal = journal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Journal a warning; an error is this rank's exit reason, which the launcher prints."""
+        if record.levelno < logging.ERROR:
+            # A full disk ends a training when it is to be saved, and not by a warning.
+            with contextlib.suppress(OSError):
+                self._journal.event("note", text=record.getMessage())
 
 
 class Journal:

@@ -26,6 +26,7 @@ from pipeline.data import Split, augment, mixing, store
 from pipeline.data.batches import Batches, Pixels, balanced, resident
 from pipeline.data.order import Order
 from pipeline.files import locked
+from pipeline.hardware.binding import bind_to_cpus
 from pipeline.hardware.environment import FIXED
 from pipeline.heartbeat import FINISHING
 from pipeline.job import Job
@@ -35,7 +36,7 @@ from pipeline.parallel.lanes import Lanes, Task
 from pipeline.parallel.shares import by_speed
 from pipeline.ranks import Ranks
 from pipeline.timeouts import alarm_seconds, collective_seconds
-from pipeline.tracking.journal import LANES, Journal, Silent, Writer
+from pipeline.tracking.journal import LANES, Journal, Notes, Silent, Writer
 from pipeline.training import loop, schedule
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.clipping import Clipping
@@ -67,21 +68,6 @@ def main(job: Job) -> None:
         digest = state.weights_sha256()
         group.while_others_wait(lambda: export(job), FINISHING)
         journal.event("finished", step=step, weights_sha256=digest)
-
-
-class Notes(logging.Handler):
-    """Copies warnings to the journal, which the launcher shows; a rank's own log is read by nobody."""
-
-    def __init__(self, journal: Writer):
-        super().__init__(logging.WARNING)
-        self._journal = journal
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Journal a warning; an error is this rank's exit reason, which the launcher prints."""
-        if record.levelno < logging.ERROR:
-            # A full disk ends a training when it is to be saved, and not by a warning.
-            with contextlib.suppress(OSError):
-                self._journal.event("note", text=record.getMessage())
 
 
 @contextmanager
@@ -161,6 +147,7 @@ def train(job: Job, group: Ranks, journal: Writer, executor: Executor | None = N
         heartbeat=group.heartbeat,
         monitor=Monitor(group, config.dist.nodes),
     )
+    bind_to_cpus(group.device.type, config.dist.threads_per_rank)
     step, finished = loop.run(steps, parts)
     stop.close()
     return state, step, finished

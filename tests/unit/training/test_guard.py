@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeline.config import MachineError
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.ranks import Ranks
-from pipeline.training.guard import Diverged, NonFiniteGuard, check_kernels, finite, write_diagnosis
+from pipeline.training.guard import Diverged, NonFiniteGuard, check_kernels, each_finite, finite, write_diagnosis
 from pipeline.training.state import State
 from tests.unit.training.test_checkpoint import SingleNode
 
@@ -238,3 +238,12 @@ def test_samples_are_written_also_if_every_loss_was_finite(tmp_path: Path, threa
     path = tmp_path / "diverged.json"
     assert thread_ranks(1, told, [2], None, path) == [f"its samples: {path}"]
     assert json.loads(path.read_text())["lanes_without_a_loss"] == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, -3e38, 0.0])
+def test_a_value_that_is_not_finite_is_found_wherever_it_stands(value: float) -> None:
+    for place in range(12):
+        image = torch.arange(12.0).reshape(1, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+        image[0, place // 4, place // 2 % 2, place % 2] = value
+        found = each_finite([torch.zeros(()), image, torch.tensor([1e300], dtype=torch.float64)])
+        assert found.tolist() == [True, math.isfinite(value), True]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.tracking.journal import CHECKPOINT, Journal, read
+from pipeline.tracking.journal import CHECKPOINT, Journal, Notes, read
 from pipeline.training import checkpoint, loop
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.clipping import Clipping
@@ -17,7 +17,6 @@ from pipeline.training.evaluation import Result
 from pipeline.training.guard import Diverged, NonFiniteGuard
 from pipeline.training.schedule import Schedule
 from pipeline.training.state import State
-from pipeline.training.train_rank import Notes
 from tests.kit.lossy_training import Gradients, OnlyRank, Stop, parts
 
 STEPS = loop.Steps(total=6, per_epoch=6, per_log=1, per_checkpoint=2, global_batch=8)
