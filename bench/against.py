@@ -53,7 +53,7 @@ class Contest:
 
     model: Model
     scratch: Path
-    precisions: tuple[str, ...]
+    precisions: list[str]
     speeds: dict[str, list[float]] = field(default_factory=dict)
     peaks: list[dict[str, float]] = field(default_factory=list)
 
@@ -80,7 +80,10 @@ class Contest:
         return self.loop(LOOPS[arm])
 
     def folder(self, precision: str, ranks: int = RANKS) -> Path:
-        """An experiment of as many steps, with prepared data; on as many threads in all, however many ranks."""
+        """An experiment of as many steps, with prepared data; on as many threads in all, however many ranks.
+
+        Checkpoints come as often as by default: one within the steps of LeNet that are timed, none within so few of a larger model.
+        """
         folder = self.scratch / f"{self.model.name.replace(':', '-')}-{precision}-{ranks}"
         if not folder.exists():
             folder.mkdir()
@@ -92,7 +95,6 @@ class Contest:
                 "train": {"epochs": 1, "precision": precision},
                 "dist": {"world_size": ranks, "batch_size_per_gpu": self.model.batch * RANKS // ranks, "threads_per_rank": RANKS // ranks},
                 "tracking": {"log_every_steps": max(1, self.model.warm // 2)},
-                # Checkpoints as often as by default: one within the steps of LeNet that are timed, none within so few of a larger model.
             }
             (folder / "params.yaml").write_text(yaml.safe_dump(values))
             pipeline("prepare", folder / "params.yaml")
@@ -181,9 +183,13 @@ def unpack(scratch: Path) -> None:
         (folder / name).write_bytes(gzip.decompress((found / f"{name}.gz").read_bytes()))
 
 
-def measured(name: str, scratch: Path, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Every figure of a model, round by round; in bf16 too where that is what `auto` takes."""
-    precisions = ("bf16", "fp32") if machine.detect().cpu_has_amx else ("fp32",)
+def usual_precisions() -> list[str]:
+    """In bf16 too where that is what `auto` takes."""
+    return ["bf16", "fp32"] if machine.detect().fast_bf16_on_cpu else ["fp32"]
+
+
+def measured(name: str, scratch: Path, rounds: int, precisions: list[str]) -> dict[str, dict[str, list[float]]]:
+    """Every figure of a model, round by round."""
     found = Contest(MODELS[name], scratch, precisions)
     for number in range(rounds):
         found.round(number)

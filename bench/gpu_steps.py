@@ -51,7 +51,7 @@ ARMS = {
 }
 Step = Callable[[], None]
 # On an old CPU a step of ResNet-18 takes a minute in bf16.
-DTYPE = torch.bfloat16 if DEVICE.type == "cuda" or machine.detect().cpu_has_amx else None
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" or machine.detect().fast_bf16_on_cpu else None
 
 
 def autocast() -> torch.autocast:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from bench import images as own  # noqa: E402
 from bench import learning as learned  # noqa: E402
 from bench import page, recovery, starts  # noqa: E402
-from bench.against import MODELS, install_peers, machine_in_words, measured, unpack  # noqa: E402
+from bench.against import MODELS, install_peers, machine_in_words, measured, unpack, usual_precisions  # noqa: E402
 from bench.arguments import add_parts  # noqa: E402
 from bench.jobs import torchrun  # noqa: E402
 from bench.strategies import WAYS  # noqa: E402
@@ -51,6 +51,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("bench-results.json"), help="where `against` and `learning` write their results")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which of them `against` measures")
+    parser.add_argument("--precisions", nargs="+", choices=("bf16", "fp32"), default=usual_precisions(), help="of the product in `against`")
     parser.add_argument("--publish", action="store_true", help="write what `against` measures into README.md and docs/performance.md")
     wanted = parser.parse_args()
     print(f"{platform.system()}, {psutil.cpu_count()} CPUs, {machine_in_words()}")
@@ -106,7 +107,7 @@ def against(wanted: argparse.Namespace) -> None:
         unpack(Path(scratch))
         for name in wanted.models:
             print(f"{name}, world 2, 4 lanes, Fashion-MNIST, images/s, ratios, shares:")
-            results["models"][name] = measured(name, Path(scratch), wanted.pairs)
+            results["models"][name] = measured(name, Path(scratch), wanted.pairs, wanted.precisions)
             for what, values in chain(*(part.items() for part in results["models"][name].values())):
                 show(what, values)
             wanted.out.write_text(json.dumps(results, indent=2) + "\n")

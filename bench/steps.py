@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from pipeline import models, parallel, ranks
 from pipeline.config import Dist
+from pipeline.hardware import machine
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.training.memory import keep_freed_memory
 
@@ -30,7 +31,7 @@ def build(
     model = models.build(model_name, 1, 28, 10).to(memory_format=torch.channels_last)
     images = len(batch[1])
     lanes, size = Lanes([per_rank] * group.size, group.rank, images * group.size), images // per_rank
-    bf16 = torch.cpu._is_avx512_bf16_supported()
+    bf16 = machine.detect().fast_bf16_on_cpu
     task = Task(
         model,
         lambda step, lane: (batch[0][:size], batch[1][:size]),

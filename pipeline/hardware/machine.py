@@ -25,12 +25,15 @@ MULTIPROCESSORS, CAPABILITY_MAJOR, CAPABILITY_MINOR = 16, 75, 76
 
 @dataclass(frozen=True)
 class Machine:
-    """The kind of every GPU, the lowest compute capability among them as 90 for 9.0, and the kind of CPU."""
+    """The kind of every GPU, the lowest compute capability among them as 90 for 9.0, and the kind of CPU.
+
+    `fast_bf16_on_cpu`: it computes in bf16 in less time than in fp32.
+    """
 
     gpus: list[str]
     capability: int
     cpu: str
-    cpu_has_amx: bool
+    fast_bf16_on_cpu: bool
     # The newest CUDA that the driver supports, as 13000 for 13.0; 0 without one.
     driver: int = 0
     # What tells one GPU, or one slice of it under MIG, from all others.
@@ -44,9 +47,9 @@ def detect() -> Machine:
     sets = sorted(flag for flag in flags if flag.startswith(INSTRUCTION_SETS))
     drawing = [flag for flag in DRAWING_SETS if flag in flags]
     gpus, capability, driver, uuids = _gpus(" ".join([platform.machine(), *drawing, *chosen, *switches(GPU_SWITCHES)]))
-    # Without AMX bf16 takes longer than fp32, also where a CPU has instructions for it.
-    has_amx = "amx_bf16" in flags and not chosen
-    return Machine(gpus, capability, " ".join([platform.machine(), *maker, *cache, *sets, *chosen]), has_amx, driver, uuids)
+    # Only AMX was seen to gain by bf16; a Xeon whose AVX-512 has instructions for it lost. A switch may turn AMX off.
+    fast_bf16 = "amx_bf16" in flags and not chosen
+    return Machine(gpus, capability, " ".join([platform.machine(), *maker, *cache, *sets, *chosen]), fast_bf16, driver, uuids)
 
 
 def user() -> str:

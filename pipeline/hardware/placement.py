@@ -103,8 +103,8 @@ def slow_on_cpus(dist: Dist, placement: Placement, machine: Machine) -> list[tup
     found: list[tuple[str, str]] = []
     if dist.world_size // dist.nodes * dist.threads_per_rank > cores:
         found.append((f"{on_cpus(dist, placement)}, which is slow", to_fewer_ranks(dist, cores // dist.threads_per_rank)))
-    if placement.precision == "bf16" and not machine.cpu_has_amx:
-        found.append(("without AMX this CPU computes in bf16 more slowly than in fp32", "set train.precision: auto"))
+    if placement.precision == "bf16" and not machine.fast_bf16_on_cpu:
+        found.append(("bf16 on CPUs without AMX is slower than fp32 where it was measured", "set train.precision: auto"))
     return found
 
 
@@ -126,6 +126,6 @@ def _check_gpus(machine: Machine) -> None:
 
 def _precision(asked: str, device: str, machine: Machine) -> Literal["fp32", "bf16"]:
     if asked == "auto":
-        native = machine.capability >= AMPERE if device == "cuda" else machine.cpu_has_amx
+        native = machine.capability >= AMPERE if device == "cuda" else machine.fast_bf16_on_cpu
         return "bf16" if native else "fp32"
     return "bf16" if asked == "bf16" else "fp32"

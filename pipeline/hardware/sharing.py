@@ -1,4 +1,4 @@
-"""Several trainings on one machine: each takes GPUs that no other one has."""
+"""Several trainings on one machine: each takes GPUs, and binds itself to CPUs, that no other one has."""
 
 import fcntl
 import os
@@ -13,8 +13,8 @@ from pipeline.sections import Dist
 
 
 def lock_folder() -> Path:
-    """Where every user's trainings lock GPUs."""
-    return Path(tempfile.gettempdir()) / "lockstep-gpus"
+    """Where every user's trainings lock GPUs and CPUs."""
+    return Path(tempfile.gettempdir()) / "lockstep-locks"
 
 
 @contextmanager
@@ -52,6 +52,15 @@ def taken(uuids: Sequence[str], count: int, wait: Callable[[int], None]) -> Gene
             wait(len(numbers))
             numbers = _try(uuids, count, locks)
         yield numbers
+
+
+def keep(names: Sequence[str]) -> bool:
+    """Take all of these until this process ends, or none; returns True if it has them."""
+    with ExitStack() as locks:
+        if all(_lock(lock_folder() / name, locks) for name in names):
+            locks.pop_all()
+            return True
+    return False
 
 
 def _try(uuids: Sequence[str], count: int, locks: ExitStack) -> list[int]:

@@ -82,11 +82,11 @@ class NonFiniteGuard:
 
 
 def each_finite(tensors: list[Tensor]) -> Tensor:
-    """Whether every value of a tensor is finite, for each tensor, on their device."""
+    """Whether every value of a tensor is finite, for each of at least one tensor, on their device."""
     if tensors[0].device.type == "cuda":
         # In one launch.
         return torch.stack(torch._foreach_norm(tensors, math.inf)).isfinite()  # pyright: ignore
-    # On CPUs that norm takes ten times as long. Both ends of what holds NaN are NaN.
+    # On CPUs that norm takes ten times as long. amax and amin propagate NaN.
     return torch.stack([torch.stack([one.amax(), one.amin()]) for one in tensors]).isfinite().all(1)
 
 

@@ -25,7 +25,7 @@ def results(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(against, "torchrun", lambda *_: '{"fp32": 1e9, "bf16": 2e9}')
     models = {}
     for name, one in against.MODELS.items():
-        contest = Measured(one, Path("nowhere"), ("bf16", "fp32"))
+        contest = Measured(one, Path("nowhere"), ["bf16", "fp32"])
         for number in range(2):
             contest.round(number)
         shares = {"forward": [0.3, 0.4], "backward": [0.7, 0.6]}

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.hardware import sharing
+from pipeline.hardware.binding import own_cpus
 from pipeline.job import Job
 from pipeline.tracking.journal import Silent
 from pipeline.training import train_rank
@@ -22,49 +24,92 @@ from pathlib import Path
 from threading import Event, Thread
 from pipeline.hardware.binding import bind_to_cpus
 end = Event()
-Thread(target=end.wait).start()
+Thread(target=end.wait, daemon=True).start()
 bind_to_cpus(sys.argv[1], int(sys.argv[2]))
-Thread(target=end.wait).start()
-print(json.dumps([sorted(os.sched_getaffinity(int(one.name))) for one in Path("/proc/self/task").iterdir()]))
-end.set()
+Thread(target=end.wait, daemon=True).start()
+print(json.dumps([sorted(os.sched_getaffinity(int(one.name))) for one in Path("/proc/self/task").iterdir()]), flush=True)
+sys.stdin.read()
 """
 
 
-def bound(ranks: int, rank: int, threads: int, device: str = "cpu") -> list[list[int]]:
-    """What CPUs every thread of such a rank may use in the end."""
-    environment = dict(os.environ, LOCAL_WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
-    return json.loads(subprocess.check_output([sys.executable, "-c", BOUND, device, str(threads)], env=environment))
+class Rank:
+    """Such a rank of a training, until it is ended."""
+
+    def __init__(self, folder: Path, ranks: int, rank: int, threads: int = 1, device: str = "cpu"):
+        variables = dict(os.environ, LOCAL_WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), TMPDIR=str(folder))
+        words = [sys.executable, "-c", BOUND, device, str(threads)]
+        self.process = subprocess.Popen(words, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        # What CPUs every thread may use in the end.
+        self.cpus: list[list[int]] = json.loads(self.process.stdout.readline())
+
+    def end(self) -> list[list[int]]:
+        self.process.communicate()
+        return self.cpus
 
 
 @pytest.mark.parametrize("rank", range(len(CPUS)))
-def test_ranks_of_one_thread_that_take_all_cpus_have_one_each(rank: int) -> None:
-    assert bound(len(CPUS), rank, 1) == [[CPUS[rank]]] * 3
+def test_ranks_of_one_thread_that_take_all_cpus_have_one_each(rank: int, tmp_path: Path) -> None:
+    assert Rank(tmp_path, len(CPUS), rank).end() == [[CPUS[rank]]] * 3
 
 
-def test_a_rank_with_as_many_threads_as_there_are_cpus_has_them_all() -> None:
-    assert bound(1, 0, len(CPUS)) == [CPUS] * 3
+def test_ranks_that_are_more_than_the_cpus_run_anywhere(tmp_path: Path) -> None:
+    assert Rank(tmp_path, len(CPUS) + 1, 0).end() == [CPUS] * 3
 
 
-@pytest.mark.parametrize("ranks", [len(CPUS) + 1, 2 * len(CPUS)])
-def test_ranks_that_are_more_than_the_cpus_run_anywhere(ranks: int) -> None:
-    assert bound(ranks, 1, 1) == [CPUS] * 3
+def test_ranks_that_compute_on_gpus_run_anywhere(tmp_path: Path) -> None:
+    assert Rank(tmp_path, len(CPUS), 0, device="cuda").end() == [CPUS] * 3
 
 
-def test_ranks_that_compute_on_gpus_run_anywhere() -> None:
-    assert bound(len(CPUS), 0, 1, "cuda") == [CPUS] * 3
+def test_another_training_on_the_same_machine_runs_anywhere_until_the_first_has_ended(tmp_path: Path) -> None:
+    first = Rank(tmp_path, len(CPUS), 0)
+    assert Rank(tmp_path, len(CPUS), 0).end() == [CPUS] * 3
+    assert Rank(tmp_path, 1, 0, len(CPUS)).end() == [CPUS] * 3
+    first.process.kill()
+    assert first.end() == [[CPUS[0]]] * 3
+    assert Rank(tmp_path, len(CPUS), 0).end() == [[CPUS[0]]] * 3
 
 
-def where_it_trains(group: Any, job: Job) -> list[int]:
-    before = os.sched_getaffinity(0)
+def test_without_a_folder_for_locks_ranks_run_anywhere(tmp_path: Path) -> None:
+    (tmp_path / "lockstep-locks").write_text("")
+    assert Rank(tmp_path, len(CPUS), 0).end() == [CPUS] * 3
+
+
+@pytest.mark.parametrize(
+    ("cpus", "usable", "ranks", "rank", "threads", "own"),
+    [
+        ([0, 1, 2, 3], 4, 2, 1, 2, [2, 3]),
+        ([1, 3, 5, 7], 4, 2, 0, 2, [1, 3]),
+        ([1, 3, 5, 7], 4, 4, 3, 1, [7]),
+        ([0, 1, 2, 3], 4, 1, 0, 4, [0, 1, 2, 3]),
+        # Fewer, more, and all of them where a quota allows two.
+        ([0, 1, 2, 3], 4, 2, 1, 1, []),
+        ([0, 1, 2, 3], 4, 3, 1, 2, []),
+        ([0, 1, 2, 3], 2, 4, 1, 1, []),
+    ],
+)
+def test_cpus_are_shared_out_in_order_where_ranks_take_all(
+    cpus: list[int], usable: int, ranks: int, rank: int, threads: int, own: list[int]
+) -> None:
+    assert own_cpus(cpus, usable, ranks, rank, threads) == own
+
+
+def where_it_trains(group: Any, job: Job, folder: Path) -> list[list[int]]:
+    before, locks = os.sched_getaffinity(0), sharing.lock_folder
     os.sched_setaffinity(0, CPUS[: group.size])
+    sharing.lock_folder = lambda: folder
     try:
         train_rank.train(job, group, Silent())
-        return sorted(os.sched_getaffinity(0))
+        return sorted(sorted(os.sched_getaffinity(int(one.name))) for one in Path("/proc/self/task").iterdir())
     finally:
-        os.sched_setaffinity(0, before)
+        for one in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(one.name), before)
+        sharing.lock_folder = locks
 
 
 @pytest.mark.parametrize("ranks", range(1, min(2, len(CPUS)) + 1))
-def test_a_training_binds_its_ranks(ranks: int, tmp_path: Path, run_ranks: Any) -> None:
+def test_a_training_binds_all_threads_of_its_ranks(ranks: int, tmp_path: Path, run_ranks: Any) -> None:
     job = make_job(tmp_path, data={"name": "synthetic:64"}, model__name="mlp", train__epochs=1, dist__world_size=ranks)
-    assert run_ranks(ranks, (where_it_trains, (job,))) == [[[cpu]] for cpu in CPUS[:ranks]]
+    for cpu, (threads,) in zip(CPUS, run_ranks(ranks, (where_it_trains, (job, tmp_path / "locks"))), strict=False):
+        assert len(threads) > 1
+        assert threads == [[cpu]] * len(threads)

@@ -63,11 +63,11 @@ def test_every_training_has_its_own_gpus_until_it_ends_or_is_killed(tmp_path: Pa
     assert sixth.has() == "0 1 2 3"
     for one in (fourth, sixth):
         one.end()
-    assert (tmp_path / "lockstep-gpus").stat().st_mode & 0o7777 == 0o1777
+    assert (tmp_path / "lockstep-locks").stat().st_mode & 0o7777 == 0o1777
 
 
 def test_who_waits_takes_them_once_they_are_free_and_holds_none_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "lock_folder", lambda: tmp_path / "lockstep-gpus")
+    monkeypatch.setattr(sharing, "lock_folder", lambda: tmp_path / "lockstep-locks")
     other = Training(tmp_path, 3)
     assert other.has() == "0 1 2"
     waited: list[int] = []
@@ -92,7 +92,7 @@ def job_on(device: str, folder: Path, **dist: object) -> Job:
 def test_ranks_see_the_gpus_that_their_training_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, size: int, expected: str
 ) -> None:
-    monkeypatch.setattr(sharing, "lock_folder", lambda: tmp_path / "lockstep-gpus")
+    monkeypatch.setattr(sharing, "lock_folder", lambda: tmp_path / "lockstep-locks")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(sharing.machine, "detect", lambda: type("Found", (), {"uuids": FOUR}))
     job = job_on("cuda", tmp_path, strategy=strategy, world_size=size)
