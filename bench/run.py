@@ -31,7 +31,7 @@ from pipeline.hardware.cgroup import usable_cpus  # noqa: E402
 
 
 def main() -> None:
-    parts = {"lenet": lenet, "resnet18": resnet18, "strategies": strategies, "product": product}
+    parts = {"lenet": lenet, "resnet18": resnet18, "algorithms": algorithms, "strategies": strategies, "product": product}
     parts |= {
         "checkpoint": checkpoint,
         "start": start,
@@ -72,10 +72,15 @@ def resnet18(wanted: argparse.Namespace) -> None:
     steps("resnet18", wanted.pairs, wanted.seconds * 8 / 3)
 
 
-def steps(model: str, pairs: int, seconds: float) -> None:
-    """Ordered with lanes = world size against native, world 2, in turn in one job."""
-    found = json.loads(torchrun("steps.py", model, str(pairs), str(seconds)))
-    print(f"steps, {model}, world 2, 128 images a rank, {found['steps']} steps in each of {pairs} rounds, images/s:")
+def algorithms(wanted: argparse.Namespace) -> None:
+    """Every algorithm of the ordered reduction, four ranks, LeNet."""
+    steps("lenet", wanted.pairs, wanted.seconds, "algorithms", 4)
+
+
+def steps(model: str, pairs: int, seconds: float, kinds: str = "lanes", ranks: int = 2) -> None:
+    """Ordered with lanes = world size against native, in turn in one job."""
+    found = json.loads(torchrun("steps.py", model, str(pairs), str(seconds), kinds, ranks=ranks))
+    print(f"steps, {model}, world {ranks}, 128 images a rank, {found['steps']} steps in each of {pairs} rounds, images/s:")
     for name, values in found["speeds"].items():
         show(name, values)
         ratios = [one / other for one, other in zip(values, found["speeds"]["native"], strict=True)]

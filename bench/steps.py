@@ -1,6 +1,7 @@
-"""Steps of the ordered against the native reduction, in turn on the same ranks: `torchrun bench/steps.py MODEL PAIRS SECONDS`."""
+"""Steps of the ordered against the native reduction, in turn on the same ranks: `torchrun bench/steps.py MODEL PAIRS SECONDS KINDS`."""
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -15,6 +16,21 @@ from pipeline.parallel.lanes import Lanes, Task
 from pipeline.training.memory import keep_freed_memory
 
 BATCH_PER_RANK = 128
+# The settings and the lanes a rank.
+KINDS: dict[str, dict[str, tuple[dict[str, Any], int]]] = {
+    "lanes": {
+        "native": ({"reduction": "native"}, 1),
+        "ordered": ({}, 1),
+        "ordered, 2 lanes a rank": ({}, 2),
+        "ordered, 4 lanes a rank": ({}, 4),
+    },
+    "algorithms": {
+        "native": ({"reduction": "native"}, 1),
+        "flat": ({"algorithm": "flat"}, 1),
+        "hierarchical, two machines": ({"algorithm": "hierarchical", "nodes": 2}, 1),
+        "butterfly": ({"algorithm": "butterfly"}, 1),
+    },
+}
 
 
 def batch_of(images: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,18 +74,12 @@ def seconds_of(steps: int, strategy: parallel.Strategy, optimizer: torch.optim.O
 
 
 def main() -> None:
-    model_name, pairs, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+    model_name, pairs, seconds, kinds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), KINDS[sys.argv[4]]
     torch.set_num_threads(1)
     keep_freed_memory()
-    group = ranks.init_group("cpu", "gloo", ranks.rendezvous(2, 60), 60)
+    group = ranks.init_group("cpu", "gloo", ranks.rendezvous(int(os.environ["WORLD_SIZE"]), 60), 60)
     batch, together = batch_of(BATCH_PER_RANK), BATCH_PER_RANK * group.size
-    kinds = {
-        "native": ("native", 1),
-        "ordered": ("ordered", 1),
-        "ordered, 2 lanes a rank": ("ordered", 2),
-        "ordered, 4 lanes a rank": ("ordered", 4),
-    }
-    built = {name: build(group, model_name, {"reduction": reduction}, batch, lanes) for name, (reduction, lanes) in kinds.items()}
+    built = {name: build(group, model_name, settings, batch, lanes) for name, (settings, lanes) in kinds.items()}
     for one in built.values():
         seconds_of(3, *one)
     # Every rank must take as many steps: rank 0 says how many fill the time.

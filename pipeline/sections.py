@@ -105,7 +105,7 @@ class Dist(Section):
     global_batch: int | None = Field(default=None, ge=1)
     accumulation: int = Field(default=1, ge=1)
     strategy: str = "ddp"
-    algorithm: Literal["ring", "naive", "1f1b", "gpipe"] | None = None
+    algorithm: Literal["flat", "hierarchical", "butterfly", "ring", "naive", "1f1b", "gpipe"] | None = None
     replicas: int = Field(default=1, ge=1)
     reduction: Literal["ordered", "native"] = "ordered"
     lanes: int | None = Field(default=4, ge=1)

@@ -29,8 +29,8 @@ CATALOGUE = {
     "pipeline": "pipeline.parallel.pipeline",
     "tensor": "pipeline.parallel.tensor",
 }
-# How a strategy does what it does; the first is what null means.
-ALGORITHMS = {"allreduce": ("ring", "naive"), "pipeline": ("1f1b", "gpipe")}
+# How a strategy does what it does; the first is what null means, but for ddp: there hierarchical, if it sends less between machines.
+ALGORITHMS = {"ddp": ("flat", "hierarchical", "butterfly"), "allreduce": ("ring", "naive"), "pipeline": ("1f1b", "gpipe")}
 # Those of which a rank holds a part of the model.
 IN_PARTS = ("fsdp", "pipeline", "tensor")
 
@@ -81,6 +81,8 @@ def problems(settings: "Dist") -> Iterator[str]:
     if settings.algorithm not in (None, *algorithms):
         takes = f"takes {' or '.join(algorithms)}" if algorithms else "has one algorithm alone"
         yield f"algorithm: {settings.algorithm}: strategy: {name} {takes}; set algorithm: null"
+    if name == "ddp" and settings.algorithm and settings.reduction == "native":
+        yield f"algorithm: {settings.algorithm}: under reduction: native the backend has its own; set algorithm: null"
     if settings.replicas > 1 and name not in ("fsdp", "pipeline"):
         yield f"replicas: strategy: {name} has one copy of the model, or one on each rank; set replicas: 1"
     if settings.world_size % settings.replicas:

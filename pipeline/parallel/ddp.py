@@ -10,32 +10,34 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config import ConfigError, Dist
+from pipeline.parallel import hierarchy
 from pipeline.parallel.lane_buffers import LaneBuffers
 from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, scaled
-from pipeline.parallel.ordered import LaneGradients
+from pipeline.parallel.ordered import LaneGradients, Reduction
 from pipeline.ranks import Ranks
 
 
 def build(task: Task, lanes: Lanes, ranks: Ranks, settings: Dist) -> "Ddp":
     """DDP under the ordered reduction, or under the backend's own all-reduce."""
-    return Ddp(task, lanes, ranks, settings.reduction == "ordered", settings.find_unused_parameters)
+    reduction = hierarchy.build(lanes, ranks, settings) if settings.reduction == "ordered" else None
+    return Ddp(task, lanes, ranks, reduction, settings.find_unused_parameters)
 
 
 class Ddp(Replicated):
     """One lane after another; only the last one's backward meets the other ranks."""
 
-    def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, ordered: bool, find_unused: bool = False):
+    def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, reduction: Reduction | None, find_unused: bool = False):
         super().__init__(task.model)
         self._task, self._lanes, self._ranks, self.reads = task, lanes, ranks, lanes.own
         # Buffers are not broadcast: every lane starts from the same ones, and their mean is taken below.
         self._ddp = DistributedDataParallel(task.model, forward_sync_buffers=False, gradient_as_bucket_view=True)
         self._buffers, self._find_unused = LaneBuffers(task.model, lanes), find_unused
         self._wanted = {name: one for name, one in task.model.named_parameters() if one.requires_grad}
-        self._gradients = LaneGradients(lanes, ranks, list(self._wanted.values())) if ordered else None
+        self._gradients = LaneGradients(lanes, ranks, list(self._wanted.values()), reduction) if reduction else None
         if self._gradients is not None:
             self._ddp.register_comm_hook(None, self._gradients.hook)
         # DDP's own reduction is a mean over ranks, ours a sum over lanes.
-        self._scale = (1 if ordered else ranks.size) / lanes.global_batch
+        self._scale = (1 if reduction else ranks.size) / lanes.global_batch
 
     def backward(self, step: int) -> Totals:
         """Gradients of the mean loss over the global batch, and the step's totals."""

@@ -3,7 +3,7 @@
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,13 @@ def add_lists(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
 
 
 @dataclass
-class _Sum:
+class Sum:
     """A sum under way: slices of all ranks' nodes are on their way here, or the finished slices to `whole`, and from there to `out`."""
 
     out: Tensor
     slices: list[Tensor]
     work: Any
     whole: Tensor | None = None
-    future: Future[Tensor] | None = None
 
     def wait(self) -> None:
         """Wait for what was sent last; alone, nothing is sent."""
@@ -43,22 +42,42 @@ class _Sum:
             self.work.wait()
 
 
+class Reduction(Protocol):
+    """Sums flat tensors over all lanes, in moves that can be overlapped with other work."""
+
+    moves: int
+
+    def scatter(self, stack: list[TreeNode[Tensor]], out: Tensor) -> Any:
+        """Make the first move with this rank's nodes; the sum will be in `out`."""
+        ...
+
+    def advance(self, under_way: Any) -> None:
+        """Make the next move; after the last one there is none."""
+        ...
+
+    def result(self, under_way: Any) -> Tensor:
+        """Return the sum, once all moves are made."""
+        ...
+
+
 class OrderedSum:
-    """Sums flat tensors over all lanes of a group's ranks, in two moves that can be overlapped with other work.
+    """Sums flat tensors over all lanes of a group's ranks: scatter, then gather.
 
     Ranks get a slice each, or, where there are fewer slices, rank r the one of r modulo their number.
     """
+
+    moves = 2
 
     def __init__(self, lanes: Lanes, group: "dist.ProcessGroup | None" = None, slices: int | None = None):
         self._size, self._group = len(lanes.per_rank), group
         self._slices = slices or self._size
         self._nodes = [list(maximal_nodes(lanes.of(rank))) for rank in range(self._size)]
 
-    def scatter(self, stack: list[TreeNode[Tensor]], out: Tensor) -> _Sum:
+    def scatter(self, stack: list[TreeNode[Tensor]], out: Tensor) -> Sum:
         """Start to send every rank its slice of this rank's nodes; the sum will be in `out`, which may be a node itself."""
         values = [value for _, _, value in stack]
         if self._size == 1:
-            return _Sum(out, values, None)
+            return Sum(out, values, None)
         piece = -(-out.numel() // self._slices)
         send = values[0] if len(values) == 1 and piece * self._slices == out.numel() else _sliced(values, self._slices, piece)
         if self._slices < self._size:
@@ -69,9 +88,9 @@ class OrderedSum:
         equal = len(set(counts)) == 1
         to_here, from_here = (None, None) if equal else ([piece * count for count in counts], [piece * len(stack)] * self._size)
         work = dist.all_to_all_single(received, send, to_here, from_here, self._group, async_op=True)
-        return _Sum(out, list(received.split(piece)), work)
+        return Sum(out, list(received.split(piece)), work)
 
-    def share(self, under_way: _Sum) -> Tensor:
+    def share(self, under_way: Sum) -> Tensor:
         """Finish the tree on the own slice."""
         under_way.wait()
         slices = iter(under_way.slices)
@@ -81,9 +100,17 @@ class OrderedSum:
                 push(tree, (start, size, next(slices)), add)
         return fold(tree, add)
 
-    def gather(self, under_way: _Sum) -> None:
+    def advance(self, under_way: Sum) -> None:
+        """Gather, unless that was done."""
+        if under_way.whole is None:
+            self.gather(under_way)
+
+    def gather(self, under_way: Sum) -> None:
         """Finish the own slice and start to collect the slices of all ranks."""
-        own = self.share(under_way)
+        self.collect(under_way, self.share(under_way))
+
+    def collect(self, under_way: Sum, own: Tensor) -> None:
+        """Start to collect the slices of all ranks, of which this is the own one."""
         if self._size == 1:
             under_way.whole = own
             return
@@ -91,7 +118,7 @@ class OrderedSum:
         under_way.whole = out if whole == out.numel() else torch.empty(whole, dtype=out.dtype, device=out.device)
         under_way.work = dist.all_gather_single(under_way.whole, own, self._group, async_op=True)
 
-    def result(self, under_way: _Sum) -> Tensor:
+    def result(self, under_way: Sum) -> Tensor:
         """The sum over all lanes, in `out`."""
         under_way.wait()
         out, whole = under_way.out, under_way.whole
@@ -118,13 +145,13 @@ class LaneGradients:
     the rest of backward. All ranks start the same collectives in the same order, which is the order of the buckets.
     """
 
-    def __init__(self, lanes: Lanes, ranks: Ranks, parameters: list[Parameter]):
-        self._sum = OrderedSum(lanes)
+    def __init__(self, lanes: Lanes, ranks: Ranks, parameters: list[Parameter], reduction: Reduction | None = None):
+        self._sum = reduction or OrderedSum(lanes)
         self._lanes, self._device, self._pulse = lanes, ranks.device, ranks.heartbeat
         self._parameters = parameters
         self._index: dict[Tensor, int] = {parameter: index for index, parameter in enumerate(parameters)}
         self._stack: list[TreeNode[list[Tensor]]] = []
-        self._under_way: list[_Sum] = []
+        self._under_way: list[tuple[Any, Future[Tensor]]] = []
         # What the stream below reads, until the next step: this one's end waits for it.
         self._read: list[Tensor] = []
         # Backward's own stream would wait for the network.
@@ -150,16 +177,16 @@ class LaneGradients:
         push(stack, (self._lanes.own[-1], 1, own), add)
         with self._beside_backward([value for _, _, value in stack]):
             under_way = self._sum.scatter(stack, own)
-            under_way.future = Future(devices=[self._device] if self._device.type == "cuda" else None)
+            future: Future[Tensor] = Future(devices=[self._device] if self._device.type == "cuda" else None)
             if self._under_way:
                 self._pulse.waiting()
-                self._sum.gather(self._under_way[-1])
+                self._advance()
                 self._pulse.computing()
-            self._under_way.append(under_way)
+            self._under_way.append((under_way, future))
             if bucket.is_last():
                 self._pulse.waiting()
                 self._finish()
-        return under_way.future
+        return future
 
     @contextmanager
     def _beside_backward(self, values: list[Tensor]) -> Generator[None]:
@@ -175,11 +202,15 @@ class LaneGradients:
         with torch.cuda.stream(self._stream):
             yield
 
+    def _advance(self) -> None:
+        for under_way, _ in self._under_way:
+            self._sum.advance(under_way)
+
     def _finish(self) -> None:
-        self._sum.gather(self._under_way[-1])
-        for under_way in self._under_way:
-            assert under_way.future is not None
-            under_way.future.set_result(self._sum.result(under_way))
+        for _ in range(1, self._sum.moves):
+            self._advance()
+        for under_way, future in self._under_way:
+            future.set_result(self._sum.result(under_way))
         self._under_way.clear()
         self._stack.clear()
 

@@ -30,10 +30,10 @@ def build(channels: int, side: int, num_classes: int) -> nn.Module:
     return nn.Sequential(nn.AvgPool2d(side), nn.Flatten(), nn.BatchNorm1d(channels), nn.Linear(channels, num_classes))
 """
 STRATEGY = """
-from pipeline.parallel.ddp import Ddp
+from pipeline.parallel import ddp
 
 def build(task, lanes, ranks, settings):
-    return Ddp(task, lanes, ranks, settings.reduction == "ordered")
+    return ddp.build(task, lanes, ranks, settings)
 """
 
 

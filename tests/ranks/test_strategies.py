@@ -163,7 +163,7 @@ def descend(parameters: Iterable[nn.Parameter]) -> None:
 
 
 # With another algorithm, or with two copies of the model.
-STRATEGIES = [*parallel.CATALOGUE, "allreduce naive", "pipeline gpipe", "pipeline x 2", "fsdp x 2"]
+STRATEGIES = [*parallel.CATALOGUE, "allreduce naive", "pipeline gpipe", "pipeline x 2", "fsdp x 2", "ddp butterfly"]
 CASES = [("mlp", False), ("lenet", True), ("resnet18", False)]
 SHARES = {1: [[4]], 2: [[2, 2], [3, 1], [1, 3]], 3: [[1, 1, 2], [2, 1, 1]], 4: [[1, 1, 1, 1]]}
 
@@ -177,8 +177,8 @@ def judged(strategy: str, case: tuple[str, bool], share: list[int]) -> bool:
         return len(share) in (2, 3) and not resnet
     if strategy in ("allreduce naive", "graphs") and resnet:
         return share in ([4], [2, 2])
-    if "x 2" in strategy or strategy == "dataparallel":
-        return len(share) == (4 if "x 2" in strategy else 1)
+    if "x 2" in strategy or strategy in ("dataparallel", "ddp butterfly"):
+        return len(share) == (1 if strategy == "dataparallel" else 4)
     return (strategy != "fsdp" or equal) and (strategy == "ddp" or not resnet or share == SHARES[len(share)][0])
 
 
@@ -194,7 +194,8 @@ def test_ordered_equals_one_process_bit_for_bit_on_any_ranks(device: str, run_ra
                 assert sha256 == expected[case][0], (strategy, case, share)
                 assert totals == expected[case][2], (strategy, case, share)
                 checked[strategy] += 1
-    few = {"tensor": 0, "dataparallel": 3, "fsdp": 3 * 7, "fsdp x 2": 3 * 4, "pipeline x 2": 3 * 4, "pipeline gpipe": 2 * 12}
+    few = {"tensor": 0, "dataparallel": 3, "fsdp": 3 * 7, "pipeline gpipe": 2 * 12}
+    few |= dict.fromkeys(("fsdp x 2", "pipeline x 2", "ddp butterfly"), 3 * 4)
     few |= dict.fromkeys(("allreduce naive", "graphs"), 2 * 17 + 3)
     assert checked == dict.fromkeys(STRATEGIES, 17 + 17 + 10) | {"ddp": 3 * 17} | few
 

@@ -15,7 +15,15 @@ NATIVE = {"reduction": "native", "lanes": None}
     ("settings", "said"),
     [
         ({"strategy": "dpp"}, "dist.strategy: 'dpp' is unknown; did you mean ddp?"),
-        ({"algorithm": "naive"}, "dist.algorithm: naive: strategy: ddp has one algorithm alone; set algorithm: null"),
+        ({"algorithm": "naive"}, "dist.algorithm: naive: strategy: ddp takes flat or hierarchical or butterfly; set algorithm: null"),
+        (
+            {"strategy": "graphs", "algorithm": "flat"},
+            "dist.algorithm: flat: strategy: graphs has one algorithm alone; set algorithm: null",
+        ),
+        (
+            {"algorithm": "flat", "reduction": "native", "lanes": None},
+            "dist.algorithm: flat: under reduction: native the backend has its own; set algorithm: null",
+        ),
         (
             {"strategy": "pipeline", "algorithm": "ring"},
             "dist.algorithm: ring: strategy: pipeline takes 1f1b or gpipe; set algorithm: null",
