@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -21,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench import images as own  # noqa: E402
 from bench import learning as learned  # noqa: E402
-from bench import page, recovery, starts  # noqa: E402
+from bench import link, page, recovery, starts  # noqa: E402
 from bench.against import MODELS, install_peers, machine_in_words, measured, unpack, usual_precisions  # noqa: E402
 from bench.arguments import add_parts  # noqa: E402
 from bench.jobs import torchrun  # noqa: E402
@@ -73,19 +74,25 @@ def resnet18(wanted: argparse.Namespace) -> None:
 
 
 def algorithms(wanted: argparse.Namespace) -> None:
-    """Every algorithm of the ordered reduction, four ranks, LeNet."""
+    """Every algorithm of the ordered reduction, LeNet on four ranks of one machine, and, for root, of two with a slow link."""
     steps("lenet", wanted.pairs, wanted.seconds, "algorithms", 4)
+    for rate in ("1gbit", "200mbit") if os.geteuid() == 0 else ():
+        with link.link(rate):
+            show_steps("lenet", wanted.pairs, link.steps("lenet", wanted.pairs, wanted.seconds), f"two machines of two ranks, {rate}")
 
 
 def steps(model: str, pairs: int, seconds: float, kinds: str = "lanes", ranks: int = 2) -> None:
     """Ordered with lanes = world size against native, in turn in one job."""
-    found = json.loads(torchrun("steps.py", model, str(pairs), str(seconds), kinds, ranks=ranks))
-    print(f"steps, {model}, world {ranks}, 128 images a rank, {found['steps']} steps in each of {pairs} rounds, images/s:")
+    show_steps(model, pairs, json.loads(torchrun("steps.py", model, str(pairs), str(seconds), kinds, ranks=ranks)), f"world {ranks}")
+
+
+def show_steps(model: str, pairs: int, found: dict[str, Any], where: str) -> None:
+    print(f"steps, {model}, {where}, 128 images a rank, {found['steps']} steps in each of {pairs} rounds, images/s:")
     for name, values in found["speeds"].items():
         show(name, values)
-        ratios = [one / other for one, other in zip(values, found["speeds"]["native"], strict=True)]
-        if name != "native":
-            show(f"{name} / native", ratios)
+        for other in ("native", "flat"):
+            if other in found["speeds"] and other != name != "native":
+                show(f"{name} / {other}", [one / two for one, two in zip(values, found["speeds"][other], strict=True)])
 
 
 def product(wanted: argparse.Namespace) -> None:
