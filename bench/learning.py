@@ -14,7 +14,7 @@ from bench.trainings import forget, pipeline
 SEEDS = (1, 2, 3, 4, 5)
 GOAL = 0.9
 # As params.yaml has it, but for these.
-OURS: dict[str, Any] = {"epochs": 6}
+OURS: dict[str, Any] = {"epochs": 8}
 NEVER, LONGEST = 2.0, 60
 # In fp32, at a constant rate: the same optimizer as ours; and what tutorials on several GPUs set, to the goal.
 SAME = {"learning_rate": 0.05, "momentum": 0.9, "weight_decay": 5e-4, "epochs": OURS["epochs"], "until": NEVER}
