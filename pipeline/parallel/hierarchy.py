@@ -17,6 +17,7 @@ from pipeline.config import Dist
 from pipeline.parallel.lanes import Lanes, TreeNode
 from pipeline.parallel.ordered import OrderedSum, Sum
 from pipeline.ranks import Ranks
+from pipeline.timeouts import collective_seconds
 
 
 @dataclass
@@ -60,7 +61,7 @@ def build(lanes: Lanes, ranks: Ranks, settings: Dist) -> OrderedSum | Hierarchic
     sizes = levels(lanes.per_rank, ranks.size // settings.nodes, settings.algorithm)
     if len(sizes) == 1:
         return OrderedSum(lanes)
-    timeout = timedelta(seconds=settings.timeout_seconds)
+    timeout = timedelta(seconds=collective_seconds(settings.timeout_seconds))
     sums: list[OrderedSum] = []
     for level, size in enumerate(sizes):
         # The ranks between two members of a group hold slices of the same part of the tree.

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from pipeline.config import Dist
 from pipeline.ranks import Ranks
+from pipeline.timeouts import collective_seconds
 
 
 def groups(ranks: Ranks, settings: Dist) -> "tuple[dist.ProcessGroup, dist.ProcessGroup | None]":
@@ -14,7 +15,7 @@ def groups(ranks: Ranks, settings: Dist) -> "tuple[dist.ProcessGroup, dist.Proce
     assert isinstance(world, dist.ProcessGroup)
     if settings.replicas == 1:
         return world, None
-    width, timeout = ranks.size // settings.replicas, timedelta(seconds=settings.timeout_seconds)
+    width, timeout = ranks.size // settings.replicas, timedelta(seconds=collective_seconds(settings.timeout_seconds))
     rows = [list(range(first, first + width)) for first in range(0, ranks.size, width)]
     columns = [list(range(first, ranks.size, width)) for first in range(width)]
     row, column = (dist.new_subgroups_by_enumeration(some, timeout=timeout)[0] for some in (rows, columns))

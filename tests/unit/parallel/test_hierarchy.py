@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config import Dist
-from pipeline.parallel import hierarchy
+from pipeline.parallel import hierarchy, mesh
 from pipeline.parallel.hierarchy import levels
 from pipeline.parallel.lanes import Lanes, TreeNode, push
 from pipeline.parallel.ordered import add
@@ -124,3 +124,25 @@ def test_a_machine_sends_one_sum_to_another_instead_of_one_for_each_rank(run_ran
     for flat, hierarchical in run_ranks(4, *((sent_between_machines, (way,)) for way in ("flat", "hierarchical"))):
         # A quarter of 4,096 to either of two ranks, and its own quarter back; against half of a half, there and back.
         assert (flat, hierarchical) == (2 * 1024 + 2 * 1024, 1024 + 1024)
+
+
+def timeouts(group: Ranks) -> list[float]:
+    """The timeout of every group that is made within the ranks."""
+    settings, found, make = Dist.model_construct(nodes=2, replicas=2, timeout_seconds=5), list[float](), dist.new_subgroups_by_enumeration
+
+    def made(ranks: Any, timeout: Any) -> Any:
+        found.append(timeout.total_seconds())
+        return make(ranks, timeout=timeout)
+
+    dist.new_subgroups_by_enumeration = made
+    try:
+        hierarchy.build(Lanes([1] * 4, group.rank, 4), group, settings)
+        mesh.groups(group, settings)
+    finally:
+        dist.new_subgroups_by_enumeration = make
+    return found
+
+
+def test_the_watchdog_is_earlier_than_the_timeout_of_a_group_within_the_ranks(run_ranks: Any) -> None:
+    """Or a rank that waits would end in its collective, before the one that hangs is named."""
+    assert run_ranks(4, (timeouts, ()))[0] == [[600.0] * 4]
