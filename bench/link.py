@@ -1,6 +1,7 @@
 """Steps on two machines of two ranks with a slow link between them: network namespaces of this one, by root with `ip` and `tc`."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Generator
@@ -12,7 +13,7 @@ from pipeline.launch.agent_command import environment
 from pipeline.launch.node import Node
 
 # Namespace, its end of the link, its address.
-MACHINES = (("lockstep-1", "link-1", "10.97.0.1"), ("lockstep-2", "link-2", "10.97.0.2"))
+MACHINES = tuple((f"lockstep-{os.getpid()}-{number}", f"link-{number}", f"10.97.0.{number}") for number in (1, 2))
 PORT = 29555
 
 
@@ -47,7 +48,11 @@ def steps(model: str, pairs: int, seconds: float) -> dict[str, Any]:
         script = [str(ROOT / "bench" / "steps.py"), model, str(pairs), str(seconds), "algorithms"]
         variables = environment(Node(2, 1)) | {"GLOO_SOCKET_IFNAME": end, "LOCKSTEP_LEADS": str(int(number == 0))}
         words = ["ip", "netns", "exec", name, *torchrun, *place, *script]
-        processes.append(subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
-    said, _ = (process.communicate()[0] for process in processes)
-    assert not any(process.returncode for process in processes), "a machine's torchrun failed"
+        processes.append(subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, text=True))
+    try:
+        said = processes[0].communicate()[0]
+        assert [process.wait(60) for process in processes] == [0, 0], "a machine's torchrun failed"
+    finally:
+        for process in processes:
+            process.kill()
     return json.loads(said.splitlines()[-1])

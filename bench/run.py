@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -76,9 +75,12 @@ def resnet18(wanted: argparse.Namespace) -> None:
 def algorithms(wanted: argparse.Namespace) -> None:
     """Every algorithm of the ordered reduction, LeNet on four ranks of one machine, and, for root, of two with a slow link."""
     steps("lenet", wanted.pairs, wanted.seconds, "algorithms", 4)
-    for rate in ("1gbit", "200mbit") if os.geteuid() == 0 else ():
-        with link.link(rate):
-            show_steps("lenet", wanted.pairs, link.steps("lenet", wanted.pairs, wanted.seconds), f"two machines of two ranks, {rate}")
+    for rate in ("1gbit", "200mbit"):
+        try:
+            with link.link(rate):
+                show_steps("lenet", wanted.pairs, link.steps("lenet", wanted.pairs, wanted.seconds), f"two machines of two ranks, {rate}")
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(f"two machines with a link of {rate}: not measured ({error})")
 
 
 def steps(model: str, pairs: int, seconds: float, kinds: str = "lanes", ranks: int = 2) -> None:

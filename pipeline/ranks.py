@@ -57,6 +57,12 @@ class Ranks:
         dist.all_gather_single(everyone, padded)
         return torch.cat([everyone[rank * most : rank * most + count] for rank, count in enumerate(rows_per_rank)])
 
+    def all_on_this_machine(self, flag: bool) -> bool:
+        """Return whether it is true on every rank of this machine; every rank of all machines must call it."""
+        flags = self.gather_rows(torch.tensor([[flag]], device=self.device), [1] * self.size).flatten().tolist()
+        first = self.rank - int(os.environ.get("LOCAL_RANK", "0"))
+        return all(flags[first : first + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))])
+
     def sum_integers(self, values: Tensor) -> Tensor:
         """All-reduce integers, whose sum no order can change."""
         assert not values.is_floating_point()

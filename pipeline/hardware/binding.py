@@ -4,34 +4,40 @@ import contextlib
 import logging
 import os
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from pipeline.hardware.cgroup import usable_cpus
-from pipeline.hardware.sharing import keep
+from pipeline.hardware.sharing import take_cpus
 
 THREADS = Path("/proc/self/task")
 log = logging.getLogger(__name__)
 
 
-def bind_to_cpus(device: str, threads: int) -> None:
+def bind_to_cpus(device: str, threads: int, agreed: Callable[[bool], bool]) -> None:
     """Bind every thread of this rank, and those that it starts from here on, to CPUs of its own, if ranks on CPUs take all of them.
 
     A rank that is woken by a message would often run on the sender's CPU, and both take turns until the kernel moves one of them.
-    Call it before memory is touched, so that it is near, and after whoever counts the CPUs.
+    Beside another training that is bound none is: `agreed` tells whether all ranks of this machine have their CPUs to themselves.
+    Call it after whoever counts the CPUs.
     """
     if device != "cpu" or sys.platform != "linux":
         return
     cpus = sorted(os.sched_getaffinity(0))
     ranks, rank = (int(os.environ.get(name, default)) for name, default in (("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
     own = own_cpus(cpus, usable_cpus(), ranks, rank, threads)
-    # No lock, no binding: it is a matter of speed alone.
-    with contextlib.suppress(OSError):
-        if own and keep([f"cpu{cpu}" for cpu in own]):
+    # Nothing that fails here is an error: it is a matter of speed alone.
+    with ExitStack() as locks, contextlib.suppress(OSError):
+        if agreed(bool(own) and take_cpus(own, locks)):
+            os.sched_setaffinity(0, own)
             for thread in THREADS.iterdir():
                 # It may have ended.
                 with contextlib.suppress(OSError):
                     os.sched_setaffinity(int(thread.name), own)
             log.info("bound to CPUs %s", ", ".join(map(str, own)))
+            # Until this process ends.
+            locks.pop_all()
 
 
 def own_cpus(cpus: list[int], usable: int, ranks: int, rank: int, threads: int) -> list[int]:

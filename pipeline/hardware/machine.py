@@ -27,7 +27,7 @@ MULTIPROCESSORS, CAPABILITY_MAJOR, CAPABILITY_MINOR = 16, 75, 76
 class Machine:
     """The kind of every GPU, the lowest compute capability among them as 90 for 9.0, and the kind of CPU.
 
-    `fast_bf16_on_cpu`: it computes in bf16 in less time than in fp32.
+    `fast_bf16_on_cpu`: it is known to compute in bf16 in less time than in fp32.
     """
 
     gpus: list[str]

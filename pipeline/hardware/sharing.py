@@ -54,13 +54,12 @@ def taken(uuids: Sequence[str], count: int, wait: Callable[[int], None]) -> Gene
         yield numbers
 
 
-def keep(names: Sequence[str]) -> bool:
-    """Take all of these until this process ends, or none; returns True if it has them."""
-    with ExitStack() as locks:
-        if all(_lock(lock_folder() / name, locks) for name in names):
-            locks.pop_all()
-            return True
-    return False
+def take_cpus(cpus: Sequence[int], locks: ExitStack) -> bool:
+    """Lock all of these CPUs, as long as the locks are held; returns False if one is taken, or nothing can be locked here."""
+    try:
+        return all(_lock(lock_folder() / f"cpu{cpu}", locks) for cpu in cpus)
+    except OSError:
+        return False
 
 
 def _try(uuids: Sequence[str], count: int, locks: ExitStack) -> list[int]:

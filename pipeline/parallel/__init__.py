@@ -29,7 +29,7 @@ CATALOGUE = {
     "pipeline": "pipeline.parallel.pipeline",
     "tensor": "pipeline.parallel.tensor",
 }
-# How a strategy does what it does; the first is what null means, but for ddp: there hierarchical, if it sends less between machines.
+# How a strategy does what it does; the first is what null means, but for ddp on gloo: there hierarchical, if that sends less.
 ALGORITHMS = {"ddp": ("flat", "hierarchical", "butterfly"), "allreduce": ("ring", "naive"), "pipeline": ("1f1b", "gpipe")}
 # Those of which a rank holds a part of the model.
 IN_PARTS = ("fsdp", "pipeline", "tensor")

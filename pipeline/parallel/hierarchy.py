@@ -1,10 +1,11 @@
 """The ordered reduction level by level: first among neighbours, last among the farthest; fewer bytes between machines, the same tree.
 
 Neighbours sum their part of the tree, each a slice of it, and every slice goes on to the ranks that hold the same slice of other parts.
-So what leaves a machine is one sum instead of one for each of its ranks. With two ranks in every group it is a butterfly: recursive
-halving and doubling that begins with neighbours, in twice log2 n messages instead of n.
+So of gradients one sum leaves a machine instead of one for each of its ranks; BatchNorm's few statistics go to all at once. With two
+ranks in every group it is a butterfly, which begins with neighbours: a rank sends 2 log2 n messages instead of 2 (n - 1).
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +19,8 @@ from pipeline.parallel.lanes import Lanes, TreeNode
 from pipeline.parallel.ordered import OrderedSum, Sum
 from pipeline.ranks import Ranks
 from pipeline.timeouts import collective_seconds
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -58,9 +61,14 @@ class HierarchicalSum:
 
 def build(lanes: Lanes, ranks: Ranks, settings: Dist) -> OrderedSum | HierarchicalSum:
     """Return how ranks add up under `dist.algorithm`; every rank must call it."""
-    sizes = levels(lanes.per_rank, ranks.size // settings.nodes, settings.algorithm)
+    # nccl was never seen with several communicators at once.
+    algorithm = settings.algorithm or ("hierarchical" if dist.get_backend() == "gloo" else "flat")
+    sizes = levels(lanes.per_rank, ranks.size // settings.nodes, algorithm)
     if len(sizes) == 1:
+        if settings.algorithm in ("hierarchical", "butterfly") and ranks.size > 1:
+            log.warning("dist.algorithm: %s does not go with lanes %s on these machines; flat is taken", settings.algorithm, lanes.per_rank)
         return OrderedSum(lanes)
+    log.info("gradients are summed in levels of %s ranks", sizes)
     timeout = timedelta(seconds=collective_seconds(settings.timeout_seconds))
     sums: list[OrderedSum] = []
     for level, size in enumerate(sizes):
@@ -76,7 +84,7 @@ def build(lanes: Lanes, ranks: Ranks, settings: Dist) -> OrderedSum | Hierarchic
     return HierarchicalSum(sums)
 
 
-def levels(per_rank: Sequence[int], per_machine: int, algorithm: str | None) -> list[int]:
+def levels(per_rank: Sequence[int], per_machine: int, algorithm: str) -> list[int]:
     """Return how many ranks a group has on each level, neighbours first; one level of all where lanes allow no other.
 
     The groups of a level must hold one block of the tree each, of the same size.

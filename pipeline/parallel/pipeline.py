@@ -25,6 +25,7 @@ from pipeline.parallel.ordered import add, flat
 from pipeline.parallel.replicas import in_the_tree, views
 from pipeline.parallel.stages import cut
 from pipeline.ranks import Ranks
+from pipeline.timeouts import collective_seconds
 
 # A lane's activations as they entered and left this stage; for the last stage, what left is its scaled loss.
 Passed = tuple[Tensor, Tensor]
@@ -62,7 +63,7 @@ class Pipeline(Replicated):
         self.shapes = whole
         self._own: list[Tensor] = [one for name, one in model.named_parameters() if one.requires_grad and self._owners[name] == index]
         self._task, self._model, self._ranks, self._index = task, model, ranks, index
-        timeout = timedelta(seconds=settings.timeout_seconds)
+        timeout = timedelta(seconds=collective_seconds(settings.timeout_seconds))
         # A lane's activations and its draws go on together; a stage is never more lanes ahead of another than there are ranks.
         self._onward, self._back = (Messages(ranks, timeout, 2 * count) for _ in range(2))
         # All lanes of a copy's ranks go through each of its stages.

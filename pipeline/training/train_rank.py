@@ -116,13 +116,13 @@ def train(job: Job, group: Ranks, journal: Writer, executor: Executor | None = N
     """All of a training on one rank; returns the state, the step reached, and True if all is done."""
     config = job.config
     manifest = store.read_manifest(job.prepared)
-    split, validation, hold = open_splits(job, group.device)
-    bind_to_cpus(group.device.type, config.dist.threads_per_rank)
     pixels = Pixels(manifest.mean, manifest.std, group.device)
     model = build_model(job, manifest, group.device).train()
     if job.first_weights is not None:
         pretrained.begin(model, job.first_weights.file, job.first_weights.sha256, config.model.frozen)
     check_backward(model, config.model.name, group.device)
+    split, validation, hold = open_splits(job, group.device)
+    bind_to_cpus(group.device.type, config.dist.threads_per_rank, group.all_on_this_machine)
     order = Order(config.seed, len(split.labels), config.dist.images_per_step, config.dist.pieces)
     reader = batches(job, split, pixels, order, hold, manifest)
     weights = balanced(split.labels, group.device) if config.train.class_weights == "balanced" else None

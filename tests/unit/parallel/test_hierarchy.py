@@ -1,5 +1,6 @@
 """The ordered reduction level by level: the bits of the flat one, with fewer bytes between machines."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from pipeline.config import Dist
 from pipeline.parallel import hierarchy, mesh
 from pipeline.parallel.hierarchy import levels
 from pipeline.parallel.lanes import Lanes, TreeNode, push
-from pipeline.parallel.ordered import add
+from pipeline.parallel.ordered import OrderedSum, add
 from pipeline.ranks import Ranks
 from tests.unit.parallel.test_ordered import leaf, tree
 
@@ -31,19 +32,18 @@ SIZES = [1, 2, 3, 7, 64, 1001]
         # Equal blocks that are no powers of two stand at other places of the tree.
         ([3] * 4, 4, "butterfly", [4]),
         ([1] * 8, 4, "butterfly", [2, 2, 2]),
-        ([1] * 8, 4, None, [4, 2]),
         ([1] * 8, 4, "hierarchical", [4, 2]),
         ([1] * 8, 4, "flat", [8]),
-        ([1, 1, 2, 2, 1, 1], 3, None, [3, 2]),
-        ([2, 1, 1, 2], 2, None, [4]),
-        ([3, 3, 3, 3], 2, None, [4]),
+        ([1, 1, 2, 2, 1, 1], 3, "hierarchical", [3, 2]),
+        ([2, 1, 1, 2], 2, "hierarchical", [4]),
+        ([3, 3, 3, 3], 2, "hierarchical", [4]),
         # One rank a machine, or one machine.
-        ([1] * 4, 1, None, [4]),
-        ([1] * 4, 4, None, [4]),
+        ([1] * 4, 1, "hierarchical", [4]),
+        ([1] * 4, 4, "hierarchical", [4]),
     ],
 )
 def test_levels_are_as_many_as_the_lanes_of_ranks_and_machines_allow(
-    per_rank: list[int], per_machine: int, algorithm: str | None, expected: list[int]
+    per_rank: list[int], per_machine: int, algorithm: str, expected: list[int]
 ) -> None:
     assert levels(per_rank, per_machine, algorithm) == expected
 
@@ -88,7 +88,7 @@ def test_every_algorithm_has_the_bits_of_one_tree(per_rank: list[int], run_ranks
                 assert torch.equal(total, tree(size, sum(per_rank), dtype))
 
 
-def sent_between_machines(group: Ranks, algorithm: str) -> int:
+def sent_between_machines(group: Ranks, algorithm: str | None) -> int:
     """How many numbers a rank sends to those of the other of two machines, for a sum of 4,096."""
     settings, count = Dist.model_construct(nodes=2, algorithm=algorithm, timeout_seconds=60), 0
     lanes = Lanes([1] * 4, group.rank, 4)
@@ -121,9 +121,15 @@ def sent_between_machines(group: Ranks, algorithm: str) -> int:
 
 
 def test_a_machine_sends_one_sum_to_another_instead_of_one_for_each_rank(run_ranks: Any) -> None:
-    for flat, hierarchical in run_ranks(4, *((sent_between_machines, (way,)) for way in ("flat", "hierarchical"))):
+    for flat, hierarchical, null in run_ranks(4, *((sent_between_machines, (way,)) for way in ("flat", "hierarchical", None))):
         # A quarter of 4,096 to either of two ranks, and its own quarter back; against half of a half, there and back.
-        assert (flat, hierarchical) == (2 * 1024 + 2 * 1024, 1024 + 1024)
+        assert (flat, hierarchical, null) == (2 * 1024 + 2 * 1024, 1024 + 1024, hierarchical)
+
+
+def test_with_nccl_null_is_flat(monkeypatch: pytest.MonkeyPatch, alone: Ranks) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    four = replace(alone, size=4)
+    assert isinstance(hierarchy.build(Lanes([1] * 4, 0, 4), four, Dist.model_construct(nodes=2)), OrderedSum)
 
 
 def timeouts(group: Ranks) -> list[float]:
