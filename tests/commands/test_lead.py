@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -65,15 +66,19 @@ def test_a_spare_worker_takes_the_place_of_a_killed_one_and_no_bit_changes(tmp_p
 
 @pytest.mark.slow
 def test_a_killed_rank_of_a_worker_is_named_and_its_job_starts_again(tmp_path: Path, reference: str) -> None:
-    job = Job(tmp_path, **LONG | {"dist__init_method": f"file://{tmp_path}/meeting"})
+    placed = {"dist__world_size": 4, "dist__batch_size_per_gpu": 48, "dist__init_method": f"file://{tmp_path}/meeting"}
+    job = Job(tmp_path, **LONG | placed)
     worker, leader = job.join(), job.lead()
     job.wait_for_steps(30)
-    (rank,) = ranks_below(worker)
-    rank.kill()
+    _, second = ranks_below(worker)
+    second.kill()
     code, said = end(leader)
     assert code == 0, said
-    assert f"rank 1 on {socket.gethostname()} was ended by SIGKILL" in said
+    assert re.search(rf"rank [23] on {socket.gethostname()} was ended by SIGKILL", said), said
     assert digest(job.leading) == reference
+    # Two machines of two ranks sum their gradients level by level.
+    logs = [path.read_bytes() for path in (tmp_path / "leader").glob("runs/*/logs/**/*") if path.is_file()]
+    assert sum(b"gradients are summed in levels of [2, 2] ranks" in text for text in logs) >= 2
     assert end(worker, 15)[0] == 0
 
 
