@@ -65,7 +65,8 @@ def build(lanes: Lanes, ranks: Ranks, settings: Dist) -> OrderedSum | Hierarchic
     algorithm = settings.algorithm or ("hierarchical" if dist.get_backend() == "gloo" else "flat")
     sizes = levels(lanes.per_rank, ranks.size // settings.nodes, algorithm)
     if len(sizes) == 1:
-        if settings.algorithm in ("hierarchical", "butterfly") and ranks.size > 1:
+        # Of two ranks all are the same.
+        if settings.algorithm in ("hierarchical", "butterfly") and ranks.size > 2:
             log.warning("dist.algorithm: %s does not go with lanes %s on these machines; flat is taken", settings.algorithm, lanes.per_rank)
         return OrderedSum(lanes)
     log.info("gradients are summed in levels of %s ranks", sizes)

@@ -132,6 +132,16 @@ def test_with_nccl_null_is_flat(monkeypatch: pytest.MonkeyPatch, alone: Ranks) -
     assert isinstance(hierarchy.build(Lanes([1] * 4, 0, 4), four, Dist.model_construct(nodes=2)), OrderedSum)
 
 
+@pytest.mark.parametrize(("per_rank", "warned"), [([1, 1], False), ([2, 3, 3], True)])
+def test_an_algorithm_that_does_not_go_with_the_lanes_is_told(
+    per_rank: list[int], warned: bool, alone: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks, settings = replace(alone, size=len(per_rank)), Dist.model_construct(algorithm="butterfly")
+    assert isinstance(hierarchy.build(Lanes(per_rank, 0, sum(per_rank)), ranks, settings), OrderedSum)
+    assert ("dist.algorithm: butterfly does not go with lanes [2, 3, 3]" in caplog.text) == warned
+    assert bool(caplog.records) == warned
+
+
 def timeouts(group: Ranks) -> list[float]:
     """The timeout of every group that is made within the ranks."""
     settings, found, make = Dist.model_construct(nodes=2, replicas=2, timeout_seconds=5), list[float](), dist.new_subgroups_by_enumeration
