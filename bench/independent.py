@@ -24,7 +24,7 @@ from pipeline.data.batches import Pixels
 from pipeline.data.order import HOST, Order
 from pipeline.job import Job
 from pipeline.parallel.lanes import Task, scaled
-from pipeline.training import schedule, train_rank
+from pipeline.training import schedule, train_rank, work
 from pipeline.training.memory import keep_freed_memory
 
 WARM_STEPS = 3
@@ -39,10 +39,10 @@ def compute(number: int, job: Job, steps: int, plain: bool, together: Any) -> No
         train_rank.fix_bits(config.dist.threads_per_rank)
         keep_freed_memory()
     manifest, split = store.read_manifest(job.prepared), store.open_split(job.prepared, "train")
-    model = train_rank.build_model(job, manifest, HOST).train()
+    model = work.build_model(job, manifest, HOST).train()
     pixels = Pixels(manifest.mean, manifest.std, HOST)
     order = Order(config.seed, len(split.labels), config.dist.images_per_step, config.dist.pieces)
-    reader = train_rank.batches(job, split, pixels, order, True, manifest)
+    reader = work.batches(job, split, pixels, order, True, manifest)
     first = sum(config.dist.pieces_per_rank[:number])
     own = range(first, first + config.dist.pieces_per_rank[number])
     ready: dict[tuple[int, int], tuple[Tensor, Tensor]] = {

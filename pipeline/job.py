@@ -49,6 +49,25 @@ class Job(BaseModel):
     first_weights: FirstWeights | None = None
 
     @property
+    def elastic(self) -> bool:
+        """True if a lost rank leaves the others running."""
+        return self.config.dist.elastic and self.why_not_elastic is None
+
+    @property
+    def why_not_elastic(self) -> str | None:
+        """Why all ranks start again when one is lost; None if the others can go on."""
+        dist = self.config.dist
+        if dist.strategy != "ddp":
+            return f"strategy: {dist.strategy} has no way to go on without a rank"
+        if dist.reduction != "ordered":
+            return "reduction: native gives other bits on another number of ranks"
+        if dist.lanes_per_rank is not None:
+            return f"lanes_per_rank: {dist.lanes_per_rank} is for a number of ranks that stays"
+        if self.backend != "gloo":
+            return f"backend: {self.backend} cannot leave a collective that waits for a lost rank"
+        return f"nodes: {dist.nodes} machines start and end together" if dist.nodes > 1 else None
+
+    @property
     def journal(self) -> Path:
         return self.run / "journal.jsonl"
 

@@ -20,9 +20,9 @@ from pipeline.timeouts import CONNECT_SECONDS, GATHERING_SECONDS
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ranks:
-    """One rank of the process group."""
+    """One rank of the process group; whoever holds it stays with the rank when that enters another group."""
 
     rank: int
     size: int
@@ -35,7 +35,15 @@ class Ranks:
 
     def on_rank_zero(self, thing: Callable[[], T], otherwise: T) -> T:
         """Return `thing()` on rank 0 and `otherwise` on every other rank."""
-        return thing() if self.rank == 0 else otherwise
+        return self.on_rank(0, thing, otherwise)
+
+    def on_rank(self, rank: int, thing: Callable[[], T], otherwise: T) -> T:
+        """The same for any rank."""
+        return thing() if self.rank == rank else otherwise
+
+    def become(self, other: "Ranks") -> None:
+        """Be this rank of this other group."""
+        self.rank, self.size, self.control, self.beside_rank_zero = other.rank, other.size, other.control, other.beside_rank_zero
 
     def while_others_wait(self, thing: Callable[[], None], phase: int = COMPUTING) -> None:
         """Run `thing` on rank 0, however long it takes; every rank waits for it. Ranks of other machines beat meanwhile, as rank 0 does."""
@@ -78,34 +86,37 @@ class Ranks:
 
     def start_logical_or(self, flag: bool) -> Callable[[], bool]:
         """Start an asynchronous logical OR over all ranks; the returned function waits for it and returns the answer."""
-        answer = torch.tensor([flag], dtype=torch.uint8)
+        wait = self.start_maximum(flag)
+        return lambda: bool(wait())
+
+    def start_maximum(self, value: int) -> Callable[[], int]:
+        """The same for the largest of small whole numbers."""
+        answer = torch.tensor([value], dtype=torch.uint8)
         work = dist.all_reduce(answer, dist.ReduceOp.MAX, group=self.control, async_op=True)
         assert work is not None
 
-        def wait() -> bool:
+        def wait() -> int:
             work.wait()
-            return bool(answer.item())
+            return int(answer.item())
 
         return wait
 
-    def broadcast_bytes(self, content: bytes) -> bytes:
-        """Broadcast rank 0's bytes; returns them on every rank."""
+    def broadcast_bytes(self, content: bytes, source: int = 0) -> bytes:
+        """Broadcast one rank's bytes; returns them on every rank."""
         size = torch.tensor([len(content)])
         self.heartbeat.waiting()
-        dist.broadcast(size, 0, group=self.control)
-        buffer = (
-            torch.frombuffer(bytearray(content), dtype=torch.uint8) if self.rank == 0 and content else torch.empty(0, dtype=torch.uint8)
-        )
-        if self.rank != 0:
-            buffer = torch.empty(int(size.item()), dtype=torch.uint8)
-        self.broadcast(buffer)
+        dist.broadcast(size, source, group=self.control)
+        buffer = torch.empty(int(size.item()), dtype=torch.uint8)
+        if content:
+            buffer = self.on_rank(source, lambda: torch.frombuffer(bytearray(content), dtype=torch.uint8), buffer)
+        self.broadcast(buffer, source)
         return buffer.numpy().tobytes()
 
-    def broadcast(self, values: Tensor) -> None:
-        """Broadcast rank 0's values, in the host's memory, in place."""
+    def broadcast(self, values: Tensor, source: int = 0) -> None:
+        """Broadcast one rank's values, in the host's memory, in place."""
         if values.numel():
             # As bytes: gloo does not know every type.
-            dist.broadcast(values.view(-1).view(torch.uint8), 0, group=self.control)
+            dist.broadcast(values.view(-1).view(torch.uint8), source, group=self.control)
 
     def collected(self, own: Tensor, per_rank: list[int], everywhere: bool = False) -> Tensor:
         """Return all ranks' elements, in the host's memory and in the order of ranks, on rank 0 or everywhere; elsewhere nothing."""

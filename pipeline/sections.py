@@ -112,6 +112,7 @@ class Dist(Section):
     lanes_per_rank: Annotated[Annotated[list[int], Tag(LIST)] | Annotated[Literal["auto"], Tag(WORD)], LIST_OR_WORD] | None = None
     sync_batchnorm: bool = False
     find_unused_parameters: bool = False
+    elastic: bool = False
     threads_per_rank: int = Field(default=1, ge=1)
     timeout_seconds: int = Field(default=300, ge=5)
     grace_seconds: int = Field(default=60, ge=1)

@@ -182,10 +182,10 @@ class _Observer:
         self._lost = True
         if failure.exit_code in FINAL_EXITS:
             return None
-        spent = self._patience.reason_to_stop(failure)
-        if not spent:
-            source = checkpoints.newest(self._job.run) or "the beginning"
-            self._progress.say(f"{outcome.describe(failure, self._job.config)}; starting again from {source}")
+        if not (spent := self._patience.reason_to_stop(failure)):
+            anew = f"starting again from {checkpoints.newest(self._job.run) or 'the beginning'}"
+            what = "the others go on, and it is started again beside them" if self._job.elastic else anew
+            self._progress.say(f"{outcome.describe(failure, self._job.config)}; {what}")
         return spent
 
     def say(self, text: str) -> None:

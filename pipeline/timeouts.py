@@ -9,6 +9,9 @@ RETURN_SECONDS = 600
 # How long ranks may take, at least, to begin and to write the model, before they count as hung.
 START_SECONDS = 120
 
+# How long ranks wait for each other that are about to form an elastic group: all of them have said that they are there.
+FORMING_SECONDS = 5
+
 # How long ranks wait, beside the training, for rank 0 to take their shards of a checkpoint: its disk may be slow.
 GATHERING_SECONDS = 24 * 3600
 

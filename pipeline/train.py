@@ -69,6 +69,8 @@ def run(config: Config, paths: Paths, resume: Path | None = None, stop_after_epo
             progress.say("; ".join(slow))
         if imported:
             progress.say(imported)
+        if config.dist.elastic and (why := job.why_not_elastic):
+            progress.say(f"dist.elastic: {why}; where one rank is lost, all start again from the newest checkpoint")
         own = own_code.files(paths.root, config.model.name, config.data.name)
         facts = facts_of(planned, receipts.git_state(own=own))
         stage = RankStage("train", job, paths, lock, command=command)
@@ -125,7 +127,7 @@ def carry_out(stage: RankStage, job: Job, paths: Paths, progress: Progress, fact
     manifest = store.read_manifest(job.prepared)
     dataset = {"dataset": {"name": manifest.name, "digest": manifest.digest, "counts": manifest.counts}}
     header = run_header(job.config, name) | dataset
-    return stage.run("pipeline.training.train_rank", header, receipts.tags(facts), progress, finish)
+    return stage.run(f"pipeline.{'elastic' if job.elastic else 'training'}.train_rank", header, receipts.tags(facts), progress, finish)
 
 
 def facts_of(planned: Plan, git: dict[str, Any]) -> dict[str, Any]:

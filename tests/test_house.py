@@ -26,6 +26,7 @@ FLOORS = [
     {"runs", "console", "report"},
     {"launch", "training"},
     {"cluster"},
+    {"elastic"},
     {"plan", "stage", "doctor"},
     {"prepare", "train", "evaluate", "sync", "compare", "watch"},
     {"join", "sweep", "verify"},
@@ -121,7 +122,13 @@ def test_no_way_to_favour_a_rank_is_overlooked(source: str) -> None:
 def test_only_these_touch_torch_distributed() -> None:
     found = {name for name, path in NAMES.items() if touches_distributed(path.read_text())}
     inside = {name for name in found if name.startswith("pipeline.parallel.")}
-    assert found - inside <= {"pipeline.ranks", "pipeline.training.checkpoint", "pipeline.cluster.store", "pipeline.launch.agent"}
+    assert found - inside <= {
+        "pipeline.ranks",
+        "pipeline.training.checkpoint",
+        "pipeline.cluster.store",
+        "pipeline.launch.agent",
+        "pipeline.elastic.door",
+    }
 
 
 def test_only_ranks_reads_rank() -> None:

@@ -84,7 +84,7 @@ class Agent(LocalElasticAgent):
         codes = {rank: handler.proc.poll() for rank, handler in running.items()}
         if failed := {rank: code for rank, code in codes.items() if code}:
             self._pcontext.close(signal.SIGKILL)
-            report("failed", attempt=self._logs.attempt, exit_codes=failed)
+            report("failed", attempt=self._logs.attempt, exit_codes=failed, folder=self._logs.folder)
         elif None in codes.values():
             # torchrun would look again, and end the peers of a rank that has failed since by SIGTERM.
             return RunResult(state=WorkerState.HEALTHY)
@@ -112,7 +112,7 @@ def _stop(number: int, _: FrameType | None) -> None:
     raise SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
 
 
-def launch(config: LaunchConfig, command: str, arguments: list[str], logs: AttemptLogs) -> int:
+def launch(config: LaunchConfig, command: str, arguments: list[str], logs: AttemptLogs, kind: type[Agent]) -> int:
     """Run the agent to its end, as torchrun's `launch_agent` does; returns torchrun's exit code."""
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
@@ -133,7 +133,7 @@ def launch(config: LaunchConfig, command: str, arguments: list[str], logs: Attem
         monitor_interval=config.monitor_interval,
         local_addr=config.local_addr,
     )
-    agent, shut_down = Agent(spec, logs, config), True
+    agent, shut_down = kind(spec, logs, config), True
     try:
         result = agent.run()
         events.record(agent.get_event_succeeded(), config.event_log_handler)
@@ -163,7 +163,7 @@ def start_ranks(server: ForkServer | SpawnServer) -> None:
     SubprocessHandler._popen = start  # pyright: ignore[reportPrivateUsage]
 
 
-def main() -> int:
+def main(kind: type[Agent] = Agent) -> int:
     """Do what torchrun does with these arguments."""
     options = parse_args(sys.argv[1:])
     if options.module and sys.platform == "linux":
@@ -172,7 +172,7 @@ def main() -> int:
     assert isinstance(command, str)
     os.environ[AGENT] = str(os.getpid())
     logs = AttemptLogs(options.log_dir, Std.from_str(options.redirects), Std.from_str(options.tee))
-    return launch(config, command, arguments, logs)
+    return launch(config, command, arguments, logs, kind)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ MAX_RESTARTS = 1_000_000
 def command(module: str, node: Node, dist: Dist, logs: Path) -> list[str]:
     """Return torchrun's arguments, for its agent as extended here."""
     return [
-        *(sys.executable, "-m", "pipeline.launch.agent"),
+        *(sys.executable, "-m", f"pipeline.{'elastic' if module.startswith('pipeline.elastic.') else 'launch'}.agent"),
         *(f"--nnodes={node.nodes}", f"--nproc-per-node={node.ranks}", f"--local-addr={node.address}"),
         # The id keeps two jobs apart. With several machines the store is the leader's, who keeps it through all of a job.
         *("--rdzv-backend=c10d", f"--rdzv-endpoint={node.endpoint}", f"--rdzv-id={node.job_id}"),

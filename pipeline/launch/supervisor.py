@@ -149,9 +149,9 @@ class Supervisor:
             self.folder, self.explained = Path(event["folder"]), False
             self._watchdog.started(self.folder)
         elif kind == "failed":
-            assert self.folder is not None
             codes = {int(rank): code for rank, code in event["exit_codes"].items()}
-            self._failed(failure_of(self.folder, event["attempt"], self._node.ranks, codes, self._watchdog.oom_killed))
+            folder = Path(event["folder"])
+            self._failed(failure_of(folder, event["attempt"], self._node.ranks, codes, self._watchdog.oom_killed))
         elif kind == "fork-server":
             self._fork_server = event["pid"]
         elif kind == "rendezvous-timeout":

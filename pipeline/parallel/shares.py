@@ -29,11 +29,11 @@ def shares(lanes: int, seconds: list[float]) -> list[int]:
     return found
 
 
-def seconds_of(lane: int, task: Task, heartbeat: Heartbeat) -> float:
+def seconds_of(lane: int, task: Task, heartbeat: Heartbeat, times: int = TIMES) -> float:
     """The median time of forward and backward of one lane, on a copy of the model; the first one is not counted, nor reading it."""
     model, taken = copy.deepcopy(task.model), list[float]()
     images, labels = task.begin(0, lane)
-    for _ in range(1 + TIMES):
+    for _ in range(1 + times):
         heartbeat.computing()
         started_at = time.perf_counter()
         loss, row = task.loss(model, images, labels)

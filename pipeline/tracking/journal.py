@@ -18,6 +18,8 @@ from pipeline.files import fsync_path, make_folder
 CHECKPOINT = "checkpoint"
 # The kind of the line that says how lanes were shared out by speed.
 LANES = "lanes"
+# The kind of the line that says how many ranks there are from a step on.
+RANKS = "ranks"
 # The folder of the files, in a run's folder and in MLflow.
 CHECKPOINTS = "checkpoints"
 NUMBER = (int, float)
@@ -28,6 +30,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "metrics": {"at": int, "step": int, "values": dict},
     CHECKPOINT: {"step": int},
     LANES: {"per_rank": list},
+    RANKS: {"step": int, "ranks": int},
     "note": {"text": str},
     "stopped": {"step": int},
     "finished": {"step": int, "weights_sha256": str},

@@ -41,6 +41,8 @@ class Checkpoints:
         self.validation_due = False
         # Step and accuracy of the best model of this start; the index knows of those before.
         self._best = -1, -1.0
+        # True where it must not be lost with rank 0: the others are not a step further when it is written.
+        self.awaits_best = False
 
     def restore(self, state: State) -> int:
         """Load the newest intact checkpoint and return its step; 0 if there is none yet."""
@@ -54,6 +56,22 @@ class Checkpoints:
             # It was written, and its rank killed before the journal knew.
             self._written.append(step)
         return step
+
+    @property
+    def marks(self) -> dict[str, Any]:
+        """What a rank must know of earlier saves."""
+        return {"saved": self._saved, "best": self._best}
+
+    def take(self, marks: dict[str, Any]) -> None:
+        """Know what another rank knows."""
+        self._saved, (step, accuracy) = marks["saved"], marks["best"]
+        self._best = step, accuracy
+
+    def written_by_another(self) -> None:
+        """Rank 0 is another process than before, which may have ended while it wrote: take nothing for saved; every rank must call it."""
+        self._saved = -1
+        index = self._ranks.on_rank_zero(self._index, {"checkpoints": []})
+        self._written.extend(one["step"] for one in index["checkpoints"][-1:] if self._unannounced(one["step"]))
 
     def save(self, step: int, state: State, validation_due: bool = False) -> None:
         """Begin to save, unless already saved, and prune to `keep`; every rank must call it."""
@@ -72,6 +90,8 @@ class Checkpoints:
         self._best = step, accuracy
         shards = self._copied(state, MODEL)
         self._begin(self._ranks.on_rank_zero(lambda: lambda: self._write_best(shards, step, accuracy), shards.exchange))
+        if self.awaits_best:
+            self._wait_everywhere(0)
 
     def written(self) -> Iterator[int]:
         """Yield the steps that have been saved since the last call, for the journal; raises what a write raised."""

@@ -11,7 +11,8 @@ from pipeline.files import atomic_write
 from pipeline.job import Job
 from pipeline.training import schedule
 from pipeline.training.evaluation import Evaluation, Result
-from pipeline.training.train_rank import build_model, joined, run_as_rank
+from pipeline.training.train_rank import joined, run_as_rank
+from pipeline.training.work import build_model
 
 
 def main(job: Job) -> None:

@@ -1,6 +1,7 @@
 """Evaluation: every sample once, in chunks that do not depend on the ranks, summed in a fixed order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -66,7 +67,7 @@ class Evaluation:
         `each` takes what was predicted for this rank's images.
         """
         # FSDP would keep tensors of inference mode for the training.
-        with torch.no_grad() if self._in_step else torch.inference_mode():
+        with torch.no_grad() if self._in_step else torch.inference_mode(), evaluating(model):
             return self._evaluate(model, dtype, stopped, each)
 
     def predictions(self, each: list[Tensor]) -> Tensor:
@@ -77,14 +78,11 @@ class Evaluation:
     def _evaluate(
         self, model: nn.Module, dtype: torch.dtype | None, stopped: Callable[[], bool], each: list[Tensor] | None
     ) -> Result | None:
-        was_training, frozen = model.training, [one for one in model.modules() if not one.training]
-        model.eval()
         device = self._pixels.device
         losses: list[Tensor] = []
         counts = torch.zeros(1 + self._num_classes**2, dtype=torch.int64, device=device)
         for index in range(max(self._per_rank)):
             if stopped():
-                back_in_training(model, was_training, frozen)
                 return None
             if index >= len(self._own):
                 # This rank has a chunk less, and is asked as often.
@@ -101,7 +99,6 @@ class Evaluation:
             counts[0] += right_answers(logits, labels)[1]
             # `bincount` would wait for the device.
             counts[1:].index_add_(0, labels * self._num_classes + logits.argmax(1), torch.ones_like(labels))
-        back_in_training(model, was_training, frozen)
         check_gpus()
         rows = torch.stack(losses) if losses else torch.zeros(0, dtype=torch.float64, device=device)
         loss = self._ranks.gather_rows(rows, self._per_rank).cpu().sum().item() / self._total
@@ -118,11 +115,16 @@ class Evaluation:
         return logits.float()
 
 
-def back_in_training(model: nn.Module, was_training: bool, frozen: list[nn.Module]) -> None:
-    """Let a model be trained again, but for the modules that were not."""
-    model.train(was_training)
-    for one in frozen:
-        one.training = False
+@contextmanager
+def evaluating(model: nn.Module) -> Generator[None]:
+    """Put a model into evaluation for a while, and then every module of it back to what it was."""
+    before = {one: one.training for one in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for one, training in before.items():
+            one.training = training
 
 
 def per_image(logits: Tensor, labels: Tensor) -> Tensor:

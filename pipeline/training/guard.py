@@ -50,6 +50,17 @@ class NonFiniteGuard:
         self._first = step
         self._good_steps.zero_()
 
+    @property
+    def marks(self) -> dict[str, float]:
+        """What a rank must know of earlier steps."""
+        return {"first": self._first, "good_steps": self._good_steps.item(), "bad": self._bad.item()}
+
+    def take(self, marks: dict[str, float]) -> None:
+        """Know what another rank knows."""
+        self._first = int(marks["first"])
+        self._good_steps.fill_(int(marks["good_steps"]))
+        self._bad.fill_(marks["bad"])
+
     def observe(self) -> None:
         """Record whether a gradient is non-finite; call it between backward and the update."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]

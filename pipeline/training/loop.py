@@ -37,6 +37,10 @@ class Steps:
     # Where to stop, if not at the end.
     until: int | None = None
 
+    def logs(self, step: int) -> bool:
+        """Return whether a step is logged."""
+        return step % self.per_log == 0 or step % self.per_epoch == 0
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -57,10 +61,29 @@ class Parts:
     monitor: Callable[[float], dict[str, float]] = lambda _: {}
 
 
+@dataclass
+class Position:
+    """How many updates the weights have had, and whether the last one is still to be logged, validated and saved."""
+
+    step: int = 0
+    due: bool = False
+    # It is to be saved, whichever step it is.
+    save: bool = False
+    # Of the last step, if it is logged.
+    figures: dict[str, float] = field(default_factory=dict[str, float])
+
+
 def run(steps: Steps, parts: Parts) -> tuple[int, bool]:
     """Train from the newest checkpoint to the last step, or to where it is to stop; returns the step reached, and True if all is done."""
+    step = parts.checkpoints.restore(parts.state)
+    parts.guard.start(step)
+    return go_on(steps, parts, Position(step, parts.checkpoints.validation_due))
+
+
+def go_on(steps: Steps, parts: Parts, at: Position) -> tuple[int, bool]:
+    """The same from any position, which moves on with every update."""
     try:
-        return _run(steps, parts)
+        return _go_on(steps, parts, at)
     except Diverged:
         # All ranks come here, and end each other by leaving.
         try:
@@ -70,34 +93,47 @@ def run(steps: Steps, parts: Parts) -> tuple[int, bool]:
         raise
 
 
-def _run(steps: Steps, parts: Parts) -> tuple[int, bool]:
-    step = parts.checkpoints.restore(parts.state)
-    parts.guard.start(step)
-    speed = Speed(steps.global_batch, step, parts.heartbeat)
-    going_on = not parts.checkpoints.validation_due or validated(step, parts)
-    while going_on and step < (steps.until or steps.total) and not parts.stop.agreed():
-        parts.schedule.apply(parts.state.optimizer, step)
-        totals = parts.strategy.backward(step)
-        parts.guard.observe()
-        parts.clipping()
-        parts.state.optimizer.step()
-        parts.state.average.update(step)
-        step += 1
-        if step % steps.per_log == 0 or step % steps.per_epoch == 0:
-            parts.guard.raise_if_diverged()
-            means = finite(totals.over_ranks(), step)
-            rate = {"train/learning_rate": parts.schedule.rate(step - 1), "train/samples": float(step * steps.global_batch)}
-            norm = finite(parts.clipping.figures(), step)
-            parts.journal.metrics(means | norm | rate | speed.since_last(step) | parts.monitor(speed.own_seconds), step)
-        if step % steps.per_epoch == 0:
-            going_on = validated(step, parts)
-            speed.restart(step)
-        if going_on and step % steps.per_checkpoint == 0:
-            save_checkpoint(parts, step)
+def _go_on(steps: Steps, parts: Parts, at: Position) -> tuple[int, bool]:
+    speed = Speed(steps.global_batch, at.step, parts.heartbeat)
+    going_on = not at.due or recorded(steps, parts, at, speed)
+    while going_on and at.step < (steps.until or steps.total) and not parts.stop.agreed():
+        at.figures = update(steps, parts, at.step)
+        at.step, at.due = at.step + 1, True
+        going_on = recorded(steps, parts, at, speed)
+        at.due = False
         announce_checkpoints(parts)
-    save_checkpoint(parts, step, validation_due=not going_on)
+    save_checkpoint(parts, at.step, validation_due=not going_on)
     finish_checkpoints(parts)
-    return step, going_on and step == steps.total
+    return at.step, going_on and at.step == steps.total
+
+
+def update(steps: Steps, parts: Parts, step: int) -> dict[str, float]:
+    """Make one step; returns its figures, if it is logged. Whatever ranks have to say to each other is said before the weights change."""
+    parts.schedule.apply(parts.state.optimizer, step)
+    totals = parts.strategy.backward(step)
+    means = totals.over_ranks() if steps.logs(step + 1) else {}
+    parts.guard.observe()
+    parts.clipping()
+    parts.state.optimizer.step()
+    parts.state.average.update(step)
+    return means
+
+
+def recorded(steps: Steps, parts: Parts, at: Position, speed: "Speed") -> bool:
+    """Log, validate and save, as is due after this step; returns False if all ranks were asked to stop meanwhile."""
+    step, going_on = at.step, True
+    if at.figures:
+        parts.guard.raise_if_diverged()
+        means, norm = finite(at.figures, step), finite(parts.clipping.figures(), step)
+        rate = {"train/learning_rate": parts.schedule.rate(step - 1), "train/samples": float(step * steps.global_batch)}
+        parts.journal.metrics(means | norm | rate | speed.since_last(step) | parts.monitor(speed.own_seconds), step)
+    if step % steps.per_epoch == 0:
+        going_on = validated(step, parts)
+        speed.restart(step)
+    if going_on and (at.save or step % steps.per_checkpoint == 0):
+        save_checkpoint(parts, step)
+        at.save = False
+    return going_on
 
 
 def validated(step: int, parts: Parts) -> bool:

@@ -18,7 +18,7 @@ class Monitor:
         self._before = jiffies()
 
     def __call__(self, own_seconds: float) -> dict[str, float]:
-        """Return the figures of all machines on rank 0, and what is known here on the others."""
+        """Return the figures of all machines."""
         found: dict[str, float] = {}
         for rank, (seconds, busy, used, share, gpu_used, gpu_share) in enumerate(self._of_ranks(own_seconds)):
             node, local = divmod(rank, self._per_node)
@@ -40,9 +40,8 @@ class Monitor:
         own = [own_seconds, self._busy(), *memory(), *gpu(self._ranks.device)]
         if self._ranks.size == 1:
             return [own]
-        row = torch.tensor(own, dtype=torch.float64)
-        self._ranks.heartbeat.waiting()
-        return self._ranks.collected(row, [len(own)] * self._ranks.size).view(-1, len(own)).tolist()
+        row = torch.tensor([own], dtype=torch.float64, device=self._ranks.device)
+        return self._ranks.gather_rows(row, [1] * self._ranks.size).tolist()
 
     def _busy(self) -> float:
         """Percent of all cores' time since the last call; 0 where it cannot be known."""

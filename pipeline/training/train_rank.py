@@ -11,42 +11,34 @@ import traceback
 from collections.abc import Callable, Generator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 import torch
-from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from pipeline import heartbeat, models, parallel, ranks
+from pipeline import heartbeat, parallel, ranks
 from pipeline import job as jobs
-from pipeline.config import ConfigError, DataError, MachineError, draw_seed
-from pipeline.data import Split, augment, mixing, store
-from pipeline.data.batches import Batches, Pixels, balanced, resident
+from pipeline.config import ConfigError, DataError, MachineError
 from pipeline.data.order import Order
 from pipeline.files import locked
-from pipeline.hardware.binding import bind_to_cpus
 from pipeline.hardware.environment import FIXED
 from pipeline.heartbeat import FINISHING
 from pipeline.job import Job
-from pipeline.models import pretrained
-from pipeline.models.pools import check_backward
-from pipeline.parallel.lanes import Lanes, Task
+from pipeline.parallel.lanes import Lanes
 from pipeline.parallel.shares import by_speed
 from pipeline.ranks import Ranks
 from pipeline.timeouts import alarm_seconds, collective_seconds
 from pipeline.tracking.journal import LANES, Journal, Notes, Silent, Writer
 from pipeline.training import loop, schedule
-from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.clipping import Clipping
-from pipeline.training.evaluation import Evaluation
 from pipeline.training.export import export
-from pipeline.training.guard import Diverged, NonFiniteGuard, check_gpu_libraries, write_diagnosis
-from pipeline.training.memory import free_bytes, keep_freed_memory
+from pipeline.training.guard import Diverged, check_gpu_libraries
+from pipeline.training.memory import keep_freed_memory
 from pipeline.training.monitor import Monitor
 from pipeline.training.state import State
 from pipeline.training.stopping import Stop
+from pipeline.training.work import begin
 
 # DDP and every optimizer import it at their first use.
 PRELOAD = ("torch._dynamo",)
@@ -104,77 +96,36 @@ def fix_bits(threads: int) -> None:
     backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
-def build_model(job: Job, manifest: store.Manifest, device: torch.device) -> nn.Module:
-    """Return the experiment's model with its initial weights."""
-    channels, side, _ = manifest.shape
-    torch.manual_seed(draw_seed(job.config.seed, "weights"))
-    model = models.of(job.config.model, channels, side, manifest.num_classes)
-    return model.to(device=device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue, reportUnknownVariableType]
-
-
 def train(job: Job, group: Ranks, journal: Writer, executor: Executor | None = None) -> tuple[State, int, bool]:
     """All of a training on one rank; returns the state, the step reached, and True if all is done."""
-    config = job.config
-    manifest = store.read_manifest(job.prepared)
-    pixels = Pixels(manifest.mean, manifest.std, group.device)
-    model = build_model(job, manifest, group.device).train()
-    if job.first_weights is not None:
-        pretrained.begin(model, job.first_weights.file, job.first_weights.sha256, config.model.frozen)
-    check_backward(model, config.model.name, group.device)
-    split, validation, hold = open_splits(job, group.device)
-    bind_to_cpus(group.device.type, config.dist.threads_per_rank, group.all_on_this_machine)
-    order = Order(config.seed, len(split.labels), config.dist.images_per_step, config.dist.pieces)
-    reader = batches(job, split, pixels, order, hold, manifest)
-    weights = balanced(split.labels, group.device) if config.train.class_weights == "balanced" else None
-    task, lanes = cut(job, model, reader, group, journal, weights)
-    strategy = parallel.build(task, lanes, group, config.dist)
-    reader.own = strategy.reads
+    config, work = job.config, begin(job, group.device, group.all_on_this_machine)
+    lanes = Lanes(config.dist.pieces_per_rank, group.rank, config.dist.images_per_step)
+    if config.dist.lanes_per_rank == "auto":
+        lanes = by_speed(lanes, work.task, group)
+        journal.event(LANES, per_rank=lanes.per_rank)
+    strategy = parallel.build(work.task, lanes, group, config.dist)
+    work.reader.own = strategy.reads
     optimizer = schedule.optimizer(config.train, list(strategy.parameters.values()))
     strategy.follow(optimizer)
-    state = State(model, optimizer, strategy, group, config.train.ema_decay)
-    evaluation = Evaluation(validation, pixels, manifest.num_classes, group, hold, strategy.sharded)
-    stop, steps = Stop(group, alarm_seconds(config.dist.grace_seconds)), plan(job, order)
-    explain = partial(write_diagnosis, job.run / "diverged.json", task, lanes, group, order.lane)
+    state = State(work.model, optimizer, strategy, group, config.train.ema_decay)
+    evaluation = work.evaluation(group, strategy.sharded)
+    stop, steps = Stop(group, alarm_seconds(config.dist.grace_seconds)), plan(job, work.order)
     parts = loop.Parts(
         strategy=strategy,
         state=state,
-        guard=NonFiniteGuard(state, group, explain),
+        guard=work.guard(state, group, lambda: lanes),
         clipping=Clipping(state, group, config.train.clip_norm),
         schedule=schedule.build(config, steps.per_epoch),
-        checkpoints=Checkpoints(job.checkpoints, config.checkpoint.keep, group, job.journal, executor),
+        checkpoints=work.checkpoints(group, executor),
         journal=journal,
         stop=stop,
-        validate=lambda: evaluation(model, schedule.autocast_dtype(job.precision), stop.agreed),
+        validate=lambda: evaluation(work.model, schedule.autocast_dtype(job.precision), stop.agreed),
         heartbeat=group.heartbeat,
         monitor=Monitor(group, config.dist.nodes),
     )
     step, finished = loop.run(steps, parts)
     stop.close()
     return state, step, finished
-
-
-def cut(job: Job, model: nn.Module, reader: Batches, group: Ranks, journal: Writer, weights: Tensor | None) -> tuple[Task, Lanes]:
-    """Return what is computed in a lane, and who owns which lanes."""
-    config, dtype = job.config, schedule.autocast_dtype(job.precision)
-    autocast = partial(torch.autocast, group.device.type, dtype, enabled=dtype is not None)
-    task = Task(model, reader.lane, config.seed, config.train.label_smoothing, autocast, weights, config.model.source is not None)
-    lanes = Lanes(config.dist.pieces_per_rank, group.rank, config.dist.images_per_step)
-    if config.dist.lanes_per_rank == "auto":
-        lanes = by_speed(lanes, task, group)
-        journal.event(LANES, per_rank=lanes.per_rank)
-    return task, lanes
-
-
-def open_splits(job: Job, device: torch.device) -> tuple[Split, Split, bool]:
-    """Return the training and the validation split, and True if both are to be held in the device's memory."""
-    splits = [store.open_split(job.prepared, name) for name in ("train", "validation")]
-    return splits[0], splits[1], resident(splits, free_bytes(device))
-
-
-def batches(job: Job, split: Split, pixels: Pixels, order: Order, hold: bool, manifest: store.Manifest) -> Batches:
-    """Return the training batches."""
-    given = job.config.data.augment, job.config.seed, len(split.labels)
-    return Batches(split, order, augment.build(*given, manifest.mean), pixels, hold, mixing.build(*given, manifest.num_classes))
 
 
 def plan(job: Job, order: Order) -> loop.Steps:

@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeline import __main__ as commands
 from pipeline.data.batches import Batches
 from pipeline.launch import supervisor, watchdog
-from pipeline.training import train_rank
+from pipeline.training import train_rank, work
 from pipeline.training.checkpoint import Checkpoints
 from pipeline.training.evaluation import Evaluation
 
@@ -119,13 +119,13 @@ def as_rank() -> None:
         export = train_rank.export
         train_rank.export = lambda job: (fill(job.run), export(job))
     elif kind == "disk":
-        train_rank.Checkpoints = SlowDisk
+        work.Checkpoints = SlowDisk
     elif kind == "validation":
-        build = train_rank.Evaluation
-        train_rank.Evaluation = lambda *parts: slow_chunks(build(*parts), float(number))
+        build = work.Evaluation
+        work.Evaluation = lambda *parts: slow_chunks(build(*parts), float(number))
     elif os.environ["RANK"] == number:
-        batches = train_rank.batches
-        train_rank.batches = lambda *parts: Fault(batches(*parts), kind, int(step))
+        batches = work.batches
+        work.batches = lambda *parts: Fault(batches(*parts), kind, int(step))
     train_rank.run_as_rank(train_rank.main)
 
 

@@ -29,10 +29,16 @@ def ranks_of(process: "subprocess.Popen[Any]", module: str = "train_rank") -> li
     for one in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error, ValueError):
             words = one.cmdline()
-            if (f"pipeline.training.{module}" in words or "tests.kit.faulty" in words) and "pipeline.launch.agent" not in words:
+            if is_rank(words, module):
                 # The last word is "(local rank 1)", and empty ones follow.
                 found[int([word for word in words if word][-1].rpartition(" ")[2].rstrip(")"))] = one
     return [found[rank] for rank in sorted(found)]
+
+
+def is_rank(words: list[str], module: str) -> bool:
+    """Whether these are the words of a rank's process, and not of the agent's or of the server that it is forked from."""
+    agents = {"pipeline.launch.agent", "pipeline.elastic.agent"}
+    return bool({f"pipeline.training.{module}", f"pipeline.elastic.{module}", "tests.kit.faulty"} & {*words}) and not agents & {*words}
 
 
 @contextlib.contextmanager

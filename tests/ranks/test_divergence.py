@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from pipeline.job import Job
 from pipeline.tracking.journal import Journal, Silent
-from pipeline.training import train_rank
+from pipeline.training import train_rank, work
 from pipeline.training.guard import Diverged
 from tests.kit.devices import also_on_gpu
 from tests.kit.experiment import make_job
@@ -24,10 +24,10 @@ def diverged(group: Any, job: Job, kind: str) -> str:
     """What is said by a training in which one number of rank 1 goes wrong."""
     patch = pytest.MonkeyPatch()
     if group.rank == 1 and kind == "backward":
-        patch.setattr(train_rank, "build_model", breaking(train_rank.build_model))
+        patch.setattr(work, "build_model", breaking(work.build_model))
     elif group.rank == 1:
-        batches = train_rank.batches
-        patch.setattr(train_rank, "batches", lambda *parts: Fault(batches(*parts), kind, STEP))
+        batches = work.batches
+        patch.setattr(work, "batches", lambda *parts: Fault(batches(*parts), kind, STEP))
     train_rank.fix_bits(job.config.dist.threads_per_rank)
     try:
         with pytest.raises(Diverged) as error:

@@ -12,7 +12,7 @@ from pipeline.data import Split
 from pipeline.data.originals import Originals
 from pipeline.job import Job
 from pipeline.sections import Mix, Step
-from pipeline.training import train_rank
+from pipeline.training import work
 from tests.kit.experiment import make_job
 from tests.ranks.test_bits import trained
 from tests.unit.data.test_imagefolder import fill
@@ -35,7 +35,7 @@ def job_of(folder: Path, run: str, size: int, store: str) -> Job:
 
 def read_in(group: Any, job: Job, way: str) -> tuple[str, int]:
     """Train on this rank, with images read in a way that a machine's memory may ask for."""
-    found = train_rank.open_splits
+    found = work.open_splits
 
     def opened(job: Job, device: torch.device) -> tuple[Split, Split, bool]:
         *splits, hold = found(job, device)
@@ -45,7 +45,7 @@ def read_in(group: Any, job: Job, way: str) -> tuple[str, int]:
         assert isinstance(splits[0].images, Originals) == (way == "originals")
         return splits[0], splits[1], way in ("memory", "mapped")
 
-    with patch.object(train_rank, "open_splits", opened):
+    with patch.object(work, "open_splits", opened):
         return trained(group, job, None)
 
 

@@ -1,0 +1,98 @@
+"""torchrun's agent, which starts a lost rank again and leaves the others running: `python -m pipeline.elastic.agent`."""
+
+# pyright: reportIncompatibleVariableOverride=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+
+import os
+import select
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server import WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult
+from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
+
+from pipeline.cluster.store import serve
+from pipeline.elastic.generations import DONE, STORE, Coordinator, name_of
+from pipeline.hardware.network import listen
+from pipeline.launch.agent import Agent, main, report
+
+HOST = "127.0.0.1"
+# How often to look for ranks that are ready; that one is lost is known at once.
+IDLE_SECONDS, BUSY_SECONDS = 0.1, 0.01
+# How many looks after a change are busy ones.
+BUSY_LOOKS = 500
+
+
+class ElasticAgent(Agent):
+    """Keeps this machine's ranks running, one by one, and announces who makes up the group."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        listening = listen(0, HOST)
+        port = listening.getsockname()[1]
+        os.environ[STORE] = f"{HOST}:{port}"
+        self._announced = serve(HOST, port, listening)
+        wanted = worker_group.spec.local_world_size
+        self._coordinator = Coordinator(self._announced, wanted, wanted)
+        self._watched: dict[int, str] = {}
+        self._num_lost = 0
+        pids = super()._start_workers(worker_group)
+        for pid in pids.values():
+            self._watch(pid)
+        threading.Thread(target=self._coordinate, daemon=True).start()
+        return pids
+
+    def _watch(self, pid: int) -> None:
+        try:
+            self._watched[os.pidfd_open(pid)] = name_of(pid)
+        except ProcessLookupError:
+            self._coordinator.lost(name_of(pid))
+
+    def _coordinate(self) -> None:
+        """Announce generations until this process ends: also while ranks save and stop."""
+        busy = BUSY_LOOKS
+        while True:
+            ended, _, _ = select.select(list(self._watched), [], [], BUSY_SECONDS if busy else IDLE_SECONDS)
+            for descriptor in ended:
+                self._coordinator.lost(self._watched.pop(descriptor))
+                os.close(descriptor)
+            busy = BUSY_LOOKS if self._coordinator.look() or ended else max(busy - 1, 0)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        assert self._pcontext is not None
+        running = self._pcontext.subprocess_handlers
+        codes = {local: handler.proc.poll() for local, handler in running.items()}
+        over = bool(self._announced.get(DONE))
+        for local, code in codes.items():
+            if code and not over:
+                self._start_again(worker_group, local, code)
+        if all(code is not None for code in codes.values()) and (over or not any(codes.values())):
+            return RunResult(state=WorkerState.SUCCEEDED, return_values={one.global_rank: None for one in worker_group.workers})
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _start_again(self, worker_group: WorkerGroup, local: int, code: int) -> None:
+        """Start a lost rank again; what it has left is kept."""
+        context, folder = self._pcontext, Path(self._logs.folder)
+        assert context is not None and isinstance(context.entrypoint, str)
+        kept = folder / f"lost_{self._num_lost}"
+        self._num_lost += 1
+        kept.mkdir()
+        (folder / str(local)).rename(kept / str(local))
+        (folder / str(local)).mkdir()
+        report("failed", attempt=self._logs.attempt, exit_codes={local: code}, folder=str(kept))
+        context.subprocess_handlers[local] = get_subprocess_handler(
+            entrypoint=context.entrypoint,
+            args=context.args[local],
+            env=context.envs[local],
+            stdout=context.stdouts[local],
+            stderr=context.stderrs[local],
+            local_rank_id=local,
+        )
+        pid = context.subprocess_handlers[local].proc.pid
+        worker_group.workers[local].id = pid
+        self._watch(pid)
+
+
+if __name__ == "__main__":
+    sys.exit(main(ElasticAgent))

@@ -1,0 +1,50 @@
+"""The way into a generation's process group, and out of it."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from pipeline.elastic.generations import Generation
+from pipeline.hardware.network import split
+from pipeline.heartbeat import Heartbeat
+from pipeline.job import Job
+from pipeline.ranks import Ranks, Rendezvous, init_group
+from pipeline.timeouts import FORMING_SECONDS, collective_seconds
+
+
+class LostPeer(RuntimeError):
+    """A rank was lost while a group formed."""
+
+
+class Door:
+    """Enters one group after the other, under one name."""
+
+    def __init__(self, job: Job, name: str, store: str, heartbeat: Heartbeat):
+        self._job, self._name, self._heartbeat = job, name, heartbeat
+        host, port = split(store)
+        self._store = dist.TCPStore(host, port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
+        # This rank, before it is in a group, and in each of them.
+        self.outside = Ranks(0, 1, torch.device(job.device), None, heartbeat)  # pyright: ignore[reportArgumentType]
+
+    def enter(self, generation: Generation) -> None:
+        """Enter a generation's group; LostPeer if that cannot be."""
+        store = PrefixStore(f"group/{generation.number}", self._store)
+        rank, size = generation.members.index(self._name), len(generation.members)
+        try:
+            group = init_group(self._job.device, self._job.backend, Rendezvous(store, rank, size, self._heartbeat), FORMING_SECONDS)
+        except RuntimeError as error:
+            raise LostPeer(str(error)) from error
+        timeout = timedelta(seconds=collective_seconds(self._job.config.dist.timeout_seconds))
+        for one in {dist.group.WORLD, group.control}:
+            dist.set_timeout(timeout, one)  # pyright: ignore
+        self._heartbeat.set_rank(rank)
+        self.outside.become(group)
+
+    def leave(self) -> None:
+        """Leave the group without a word to the others, whose collectives fail."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # It would keep the connections open.
+        self.outside.become(Ranks(0, 1, self.outside.device, None))  # pyright: ignore[reportArgumentType]
