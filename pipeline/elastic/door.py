@@ -32,6 +32,8 @@ class Door:
         """Enter a generation's group; LostPeer if that cannot be."""
         store = PrefixStore(f"group/{generation.number}", self._store)
         rank, size = generation.members.index(self._name), len(generation.members)
+        # torch numbers groups, also one that did not come about here; its number is part of the keys under which ranks meet.
+        dist.distributed_c10d._world.group_count = 0  # pyright: ignore[reportPrivateUsage]
         try:
             group = init_group(self._job.device, self._job.backend, Rendezvous(store, rank, size, self._heartbeat), FORMING_SECONDS)
         except RuntimeError as error:

@@ -8,8 +8,8 @@ class RestartPolicy:
 
     LIMIT = 3
 
-    def __init__(self) -> None:
-        self._furthest = -1
+    def __init__(self, ranks: int = 1) -> None:
+        self._furthest, self._limit = -1, self.LIMIT * ranks
         self._failed_at: set[int] = set()
         # Restarts without progress by machine: with another's failure mostly comes one of ours.
         self._in_vain: dict[str | None, int] = {}
@@ -26,6 +26,6 @@ class RestartPolicy:
             if failure.step in self._failed_at:
                 return f"step {failure.step} has failed twice" if failure.step >= 0 else "it has failed twice before its first step"
             self._failed_at.add(failure.step)
-        if self._in_vain.get(failure.host, 0) >= self.LIMIT:
+        if self._in_vain.get(failure.host, 0) >= self._limit:
             return f"{self._in_vain[failure.host]} starts in a row got no further than step {max(self._furthest, 0)}"
         return None

@@ -106,10 +106,10 @@ class Experiment:
     def json(self, name: str) -> Any:
         return json.loads((self.folder / name).read_text())
 
-    def journal(self, kind: str) -> list[dict[str, Any]]:
+    def journal(self, *kinds: str) -> list[dict[str, Any]]:
         # Up to the last whole line: a rank may be writing another one.
         lines = (self.run_folder / "journal.jsonl").read_text().rpartition("\n")[0].splitlines()
-        return [line for line in map(json.loads, lines) if line["kind"] == kind]
+        return [line for line in map(json.loads, lines) if line["kind"] in kinds]
 
 
 def whole(values: dict[str, Any]) -> str:
