@@ -59,6 +59,11 @@ class ClusterStore:
         with self._peer_errors():
             return json.loads(self._values.get(name)) if self._values.check([name]) else None
 
+    def decide(self, name: str, value: Any) -> Any:
+        """Set a value, unless there is one; returns what it is then, the same for all who ask."""
+        with self._peer_errors():
+            return json.loads(self._values.compare_set(name, "", json.dumps(value)))
+
     def append(self, name: str, value: Any) -> None:
         """Put a value at the end of a list, in one atomic call: a writer that is killed leaves no gap before later values."""
         # Unique, so that the answer of compare_set tells whose entry it is.

@@ -1,7 +1,7 @@
 """Who makes up the group: a coordinator announces one generation of ranks after the other, and ranks come to the newest.
 
 A rank is ready once its model and data are there and its kernels are warm. A generation begins when all its ranks have arrived at it;
-a newer one is announced when one of them is lost, or a further one is ready.
+a newer one is announced when one of them is lost, or a further one is ready, and ranks that have not begun may all go on to that.
 """
 
 import time
@@ -96,21 +96,29 @@ class Member:
         self._store.append(READY, self._name)
 
     def next(self, given_up: Callable[[], bool] = lambda: False) -> Generation | None:
-        """Return the newest generation, once this rank and all others of it have arrived; None if it gives up, or the training is over."""
-        arrived = self._number
+        """Return the next generation, once this rank and all others of it have arrived; None if it gives up, or the training is over."""
+        arrived = Generation(self._number, [])
         while not given_up() and not self._store.get(DONE):
             number: int | None = self._store.get(NEWEST)
-            if number is not None and number > self._number:
-                members: list[str] = self._store.get(f"{NEWEST}/{number}")
-                if self._name in members:
-                    if number > arrived:
-                        self._store.put(f"{NEWEST}/{number}/{self._name}", True)
-                        arrived = number
-                    if all(self._store.get(f"{NEWEST}/{number}/{one}") for one in members):
-                        self._number = number
-                        return Generation(number, members)
+            newest = Generation(number, self._store.get(f"{NEWEST}/{number}")) if number is not None else arrived
+            if newest.number > arrived.number and self._name in newest.members:
+                if arrived.members and self._is_entered(arrived, False):
+                    return self._entering(arrived)
+                self._store.put(f"{NEWEST}/{number}/{self._name}", True)
+                arrived = newest
+            complete = arrived.members and all(self._store.get(f"{NEWEST}/{arrived.number}/{one}") for one in arrived.members)
+            if complete and self._is_entered(arrived, True):
+                return self._entering(arrived)
             self._clock.sleep(LOOK_SECONDS)
         return None
+
+    def _is_entered(self, generation: Generation, wish: bool) -> bool:
+        """Return whether a generation is entered, or left out for a newer one: all its ranks do what the first of them wished."""
+        return bool(self._store.decide(f"{NEWEST}/{generation.number}/entered", wish))
+
+    def _entering(self, generation: Generation) -> Generation:
+        self._number = generation.number
+        return generation
 
     def done(self) -> None:
         """Tell that the training is over, whoever is lost from here on."""
