@@ -1,0 +1,103 @@
+"""Ranks that are lost and come back beside others that go on."""
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.elastic import campaign, lost_steps
+from tests.faults.test_chaos import seed
+from tests.kit.experiment import LONGER, Experiment
+from tests.kit.trainings import mlflow_runs, ranks_of, same_figures, status, wait_for_step
+from tests.kit.waiting import until
+
+pytestmark = pytest.mark.slow
+Note = Callable[[str, object], None]
+# The experiment of `baseline`, on four ranks that may be lost.
+ELASTIC = LONGER | {
+    "dist__world_size": 4,
+    "dist__batch_size_per_gpu": None,
+    "dist__global_batch": 96,
+    "dist__elastic": True,
+    "tracking__log_every_steps": None,
+}
+
+
+def wait_for_ranks(experiment: Experiment, number: int) -> None:
+    """Return once the newest group has so many ranks."""
+    until(lambda: experiment.journal("ranks")[-1:] and experiment.journal("ranks")[-1]["ranks"] == number, every_seconds=0.02)
+
+
+@pytest.mark.fault(36, "of four elastic ranks, SIGKILL of the one that writes, and later of two at once; all come back")
+def test_the_others_go_on_without_a_lost_rank_and_it_comes_back(
+    baseline: Experiment, experiment: Experiment, record_property: Note
+) -> None:
+    experiment.set(**ELASTIC).run("prepare")
+    process = experiment.start("train")
+    wait_for_step(experiment, 30, process)
+    before = ranks_of(process)
+    before[0].kill()
+    until(lambda: len(experiment.journal("ranks")) >= 3, process)
+    wait_for_ranks(experiment, 4)
+    wait_for_step(experiment, 80, process)
+    assert before[1:] == ranks_of(process)[1:]
+    for one in ranks_of(process)[1:3]:
+        one.kill()
+    wait_for_step(experiment, 150, process)
+    wait_for_ranks(experiment, 4)
+    assert before[3] == ranks_of(process)[3]
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert len(re.findall(r"rank \d was ended by SIGKILL in step \d+; the others go on, and it is started again beside them", said)) == 3
+    assert not lost_steps(experiment)
+    same_figures(experiment, baseline)
+    assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
+    kept = sorted(path.parent.parent.name for path in (experiment.run_folder / "logs").glob("*/*/attempt_0/lost_*/*/stderr.log"))
+    assert kept == ["lost_0", "lost_1", "lost_2"]
+    record_property("happened", f"no step lost, bit-equal, groups of {[line['ranks'] for line in experiment.journal('ranks')]} ranks")
+
+
+@pytest.mark.fault(36, "of four elastic ranks all are lost; SIGKILL of one and SIGTERM at once; the rest without elastic on two")
+def test_a_stop_amid_a_loss_saves_and_all_ranks_may_be_lost(baseline: Experiment, experiment: Experiment, record_property: Note) -> None:
+    experiment.set(**ELASTIC).run("prepare")
+    process = experiment.start("train")
+    wait_for_step(experiment, 45, process)
+    for one in ranks_of(process):
+        one.kill()
+    wait_for_step(experiment, 90, process)
+    ranks_of(process)[0].kill()
+    process.terminate()
+    asked_at = time.monotonic()
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    stopped_at, seconds = status(experiment)["step"], time.monotonic() - asked_at
+    assert f"stopped on request at step {stopped_at}" in said
+    assert stopped_at >= 90
+    assert not psutil.pid_exists(process.pid)
+    experiment.set(**LONGER).run("train")
+    same_figures(experiment, baseline)
+    record_property("happened", f"stopped {seconds:.1f} s after the signal at step {stopped_at}, bit-equal in the end")
+
+
+def test_where_ranks_cannot_go_on_it_is_said_and_all_start_again(baseline: Experiment, experiment: Experiment) -> None:
+    experiment.set(**LONGER, dist__elastic=True, dist__lanes_per_rank=[2, 2]).run("prepare")
+    process = experiment.start("train")
+    wait_for_step(experiment, 30, process)
+    ranks_of(process)[1].kill()
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    why = "lanes_per_rank: [2, 2] is for a number of ranks that stays"
+    assert f"dist.elastic: {why}; where one rank is lost, all start again from the newest checkpoint" in said
+    assert "starting again from " in said
+    same_figures(experiment, baseline)
+
+
+@pytest.mark.chaos
+def test_random_losses_and_gains_change_no_bit(tmp_path: Path) -> None:
+    found = campaign(tmp_path, seed(), 12, ranks=3, epochs=6)
+    print(found.done, found.seconds)
+    assert not found.violations
+    assert found.done.total() >= 6
