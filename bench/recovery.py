@@ -31,13 +31,13 @@ CLOCK = STEP_HOOK.replace("WHAT", 'time.monotonic_ns().to_bytes(8, "little") + o
 class Training:
     """One experiment in a folder, timed step by step."""
 
-    def __init__(self, folder: Path, epochs: int, images: int = 60000, batch: int = 128, every_steps: int = 200):
+    def __init__(self, folder: Path, epochs: int, images: int = 60000, batch: int = 128, every_steps: int = 200, **dist: Any):
         self.folder, self.steps_file = folder, folder / "steps"
         folder.mkdir(exist_ok=True)
         (folder / "hook").mkdir(exist_ok=True)
         (folder / "hook" / "sitecustomize.py").write_text(CLOCK)
         self.params = folder / "params.yaml"
-        settings: dict[str, Any] = {"data": {"name": f"synthetic:{images}"}, "dist": {"lanes": 2, "batch_size_per_gpu": batch}}
+        settings: dict[str, Any] = {"data": {"name": f"synthetic:{images}"}, "dist": {"lanes": 2, "batch_size_per_gpu": batch} | dist}
         settings |= {"train": {"epochs": epochs}, "checkpoint": {"every_steps": every_steps}}
         self.params.write_text(yaml.safe_dump(settings))
         if not (folder / "data").exists():
@@ -224,6 +224,6 @@ def rank(process: "subprocess.Popen[bytes]", number: int) -> psutil.Process:
     found = [
         one
         for one in psutil.Process(process.pid).children(recursive=True)
-        if "-u" in (words := one.cmdline()) and "pipeline.training.train_rank" in words
+        if "-u" in (words := one.cmdline()) and {"pipeline.training.train_rank", "pipeline.elastic.train_rank"} & {*words}
     ]
     return sorted(found, key=lambda one: one.pid)[number]

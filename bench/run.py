@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench import images as own  # noqa: E402
 from bench import learning as learned  # noqa: E402
-from bench import link, page, recovery, starts  # noqa: E402
+from bench import link, losses, page, recovery, starts  # noqa: E402
 from bench.against import MODELS, install_peers, machine_in_words, measured, unpack, usual_precisions  # noqa: E402
 from bench.arguments import add_parts  # noqa: E402
 from bench.jobs import torchrun  # noqa: E402
@@ -38,6 +38,7 @@ def main() -> None:
         "tracking": tracking,
         "storage": storage,
         "restart": restart,
+        "elastic": elastic,
         "images": images,
         "learning": learning,
         # It needs a package index.
@@ -213,6 +214,17 @@ def restart(wanted: argparse.Namespace) -> None:
     cold, killed, bare = found.values()
     show("after SIGKILL / cold start", [one / other for one, other in zip(killed, cold, strict=True)])
     show("cold start / bare DDP script", [one / other for one, other in zip(cold, bare, strict=True)])
+
+
+def elastic(wanted: argparse.Namespace) -> None:
+    """A lost rank whose peers go on, against a restart of all; what that costs while none is lost."""
+    for what, measure in {"seconds from SIGKILL to the second step": losses.lost, "seconds of a step": losses.undisturbed}.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            found = measure(Path(scratch), wanted.pairs)
+        print(f"lenet, {losses.RANKS} lanes: {what}")
+        for name, values in found.items():
+            show(name, values, " s")
+        show("elastic / without", [one / other for one, other in zip(*found.values(), strict=True)])
 
 
 def checkpoint(wanted: argparse.Namespace) -> None:

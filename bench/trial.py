@@ -29,7 +29,7 @@ EXPERIMENT = {
 # agent has imported.
 STEP_HOOK = """
 import os, sys, time
-if "BENCH_STEPS" in os.environ and ("LOCAL_RANK" in os.environ or "pipeline.launch.agent" in sys.orig_argv):
+if "BENCH_STEPS" in os.environ and ("LOCAL_RANK" in os.environ or {"pipeline.launch.agent", "pipeline.elastic.agent"} & {*sys.orig_argv}):
     from torch.optim.optimizer import register_optimizer_step_post_hook
     def after_step(*_):
         if os.environ["LOCAL_RANK"] == "0":

@@ -1,6 +1,7 @@
 """The job file: the configuration as the launcher has resolved it, for every rank."""
 
 import hashlib
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -57,6 +58,8 @@ class Job(BaseModel):
     def why_not_elastic(self) -> str | None:
         """Why all ranks start again when one is lost; None if the others can go on."""
         dist = self.config.dist
+        if sys.platform != "linux":
+            return "it needs Linux"
         if dist.strategy != "ddp":
             return f"strategy: {dist.strategy} has no way to go on without a rank"
         if dist.reduction != "ordered":

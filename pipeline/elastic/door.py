@@ -1,6 +1,10 @@
 """The way into a generation's process group, and out of it."""
 
+import contextlib
+import os
+import socket
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,6 +29,8 @@ class Door:
         self._job, self._name, self._heartbeat = job, name, heartbeat
         host, port = split(store)
         self._store = dist.TCPStore(host, port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
+        # Sockets that are not the group's, by the kernel's names.
+        self._others: set[str] = set()
         # This rank, before it is in a group, and in each of them.
         self.outside = Ranks(0, 1, torch.device(job.device), None, heartbeat)  # pyright: ignore[reportArgumentType]
 
@@ -34,6 +40,7 @@ class Door:
         rank, size = generation.members.index(self._name), len(generation.members)
         # torch numbers groups, also one that did not come about here; its number is part of the keys under which ranks meet.
         dist.distributed_c10d._world.group_count = 0  # pyright: ignore[reportPrivateUsage]
+        self._others = set(sockets().values())
         try:
             group = init_group(self._job.device, self._job.backend, Rendezvous(store, rank, size, self._heartbeat), FORMING_SECONDS)
         except RuntimeError as error:
@@ -44,9 +51,27 @@ class Door:
         self._heartbeat.set_rank(rank)
         self.outside.become(group)
 
-    def leave(self) -> None:
-        """Leave the group without a word to the others, whose collectives fail."""
+    def leave(self) -> list[object]:
+        """Leave the group without a word to the others, whose collectives fail; returns what is left of it."""
+        found = list[object](dist.distributed_c10d._world.pg_map)  # pyright: ignore[reportPrivateUsage]
+        for descriptor, name in sockets().items():
+            if name not in self._others:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                    # gloo ends the process if it cannot listen any more.
+                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        connection.shutdown(socket.SHUT_RDWR)
         if dist.is_initialized():
             dist.destroy_process_group()
-        # It would keep the connections open.
-        self.outside.become(Ranks(0, 1, self.outside.device, None))  # pyright: ignore[reportArgumentType]
+        self.outside.become(Ranks(0, 1, self.outside.device, None, self._heartbeat))  # pyright: ignore[reportArgumentType]
+        return found
+
+
+def sockets() -> dict[int, str]:
+    """Return this process's sockets, by their descriptors; a name is never given twice, as a descriptor is."""
+    found: dict[int, str] = {}
+    for one in Path("/proc/self/fd").iterdir():
+        # It may be closed by now.
+        with contextlib.suppress(OSError):
+            if (name := str(one.readlink())).startswith("socket:"):
+                found[int(one.name)] = name
+    return found

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import ExitStack
@@ -54,10 +55,10 @@ class Agreed(Stop):
     def agreed(self) -> bool:
         """Return True if all ranks stop here; raises Regroup, on all ranks, if they do not stop and a newer generation is announced."""
         answer = self._wait() if self._wait else NOTHING
-        outdated = self._ranks.on_rank_zero(self._is_outdated, False)
-        self._wait = self._ranks.start_maximum(STOP if self._asked else REGROUP if outdated else NOTHING)
         if answer == REGROUP:
             raise Regroup
+        outdated = self._ranks.on_rank_zero(self._is_outdated, False)
+        self._wait = self._ranks.start_maximum(STOP if self._asked else REGROUP if outdated else NOTHING)
         return answer == STOP
 
     def forget(self) -> None:
@@ -193,10 +194,12 @@ class ElasticTraining:
             elif strategy.step >= 0:
                 self._in_vain = 0
         self._agreed.forget()
-        self._door.leave()
+        groups = self._door.leave()
+        # DDP would take part in the backward passes of the next one.
         del strategy
-        # What holds the connections, so that the others hear of it.
         gc.collect()
+        # The end of a group waits for what gloo has under way, which may be for ever.
+        threading.Thread(target=groups.clear, daemon=True).start()
 
 
 def is_loss(error: RuntimeError) -> bool:

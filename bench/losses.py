@@ -1,0 +1,59 @@
+"""A lost rank under dist.elastic, against the restart of all from a checkpoint, and what elastic costs while none is lost."""
+
+import signal
+import statistics
+import time
+from pathlib import Path
+
+from bench.recovery import Training, rank, wait_for
+
+RANKS, BATCH = 4, 64
+# A step's time is the median of so many.
+STEPS = 150
+
+
+def training(folder: Path, elastic: bool, epochs: int, ranks: int) -> Training:
+    """LeNet in four lanes, 256 images a step."""
+    return Training(folder / f"{elastic}-{ranks}", epochs, batch=RANKS * BATCH // ranks, world_size=ranks, lanes=RANKS, elastic=elastic)
+
+
+def lost(folder: Path, count: int) -> dict[str, list[float]]:
+    """Seconds from SIGKILL of one of four ranks to the next finished step, of local rank 0, which is not killed, in turn."""
+    ways = {"elastic": training(folder, True, 20, RANKS), "without": training(folder, False, 20, RANKS)}
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(count):
+        for name, one in ways.items():
+            process = one.start()
+            wait_for(one, 60)
+            victim = rank(process, 1 + number % (RANKS - 1))
+            killed_at = time.monotonic()
+            victim.send_signal(signal.SIGKILL)
+            found[name].append(next_step(one, killed_at) - killed_at)
+            process.terminate()
+            process.wait()
+    return found
+
+
+def next_step(one: Training, killed_at: float) -> float:
+    """When the first step was done that cannot have begun before: of two that end later, the second."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        later = [at for at, _ in one.steps() if at > killed_at]
+        if len(later) > 1:
+            return later[1]
+        time.sleep(0.005)
+    raise AssertionError("no step")
+
+
+def undisturbed(folder: Path, count: int) -> dict[str, list[float]]:
+    """The seconds of a step on two ranks of which none is lost, in turn."""
+    ways = {"elastic": training(folder, True, 2, 2), "without": training(folder, False, 2, 2)}
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(count):
+        for name, one in list(ways.items())[:: 1 if number % 2 else -1]:
+            process = one.start()
+            wait_for(one, 20 + STEPS)
+            found[name].append(statistics.median(one.gaps(per_epoch=54000 // (RANKS * BATCH))[:STEPS]))
+            process.terminate()
+            process.wait()
+    return found
