@@ -3,13 +3,14 @@
 import signal
 import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 
 from bench.recovery import Training, rank, wait_for
 
 RANKS, BATCH = 4, 64
 # A step's time is the median of so many.
-STEPS = 150
+STEPS = 400
 
 
 def training(folder: Path, elastic: bool, epochs: int, ranks: int) -> Training:
@@ -35,19 +36,20 @@ def lost(folder: Path, count: int) -> dict[str, list[float]]:
 
 
 def next_step(one: Training, killed_at: float) -> float:
-    """When the first step was done that cannot have begun before: of two that end later, the second."""
+    """When the step was done that had to be done again, after the longest gap: one that was under way may end without the lost rank."""
     until = time.monotonic() + 120
     while time.monotonic() < until:
-        later = [at for at, _ in one.steps() if at > killed_at]
-        if len(later) > 1:
-            return later[1]
+        times = [at for at, _ in one.steps()]
+        around = [at for at in times if at <= killed_at][-1:] + [at for at in times if at > killed_at][:3]
+        if len(around) == 4:
+            return max(pairwise(around), key=lambda gap: gap[1] - gap[0])[1]
         time.sleep(0.005)
     raise AssertionError("no step")
 
 
 def undisturbed(folder: Path, count: int) -> dict[str, list[float]]:
     """The seconds of a step on two ranks of which none is lost, in turn."""
-    ways = {"elastic": training(folder, True, 2, 2), "without": training(folder, False, 2, 2)}
+    ways = {"elastic": training(folder, True, 3, 2), "without": training(folder, False, 3, 2)}
     found: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(count):
         for name, one in list(ways.items())[:: 1 if number % 2 else -1]:

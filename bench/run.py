@@ -32,13 +32,9 @@ from pipeline.hardware.cgroup import usable_cpus  # noqa: E402
 
 def main() -> None:
     parts = {"lenet": lenet, "resnet18": resnet18, "algorithms": algorithms, "strategies": strategies, "product": product}
+    parts |= {"elastic": elastic, "checkpoint": checkpoint, "start": start, "tracking": tracking, "storage": storage}
     parts |= {
-        "checkpoint": checkpoint,
-        "start": start,
-        "tracking": tracking,
-        "storage": storage,
         "restart": restart,
-        "elastic": elastic,
         "images": images,
         "learning": learning,
         # It needs a package index.
@@ -218,13 +214,11 @@ def restart(wanted: argparse.Namespace) -> None:
 
 def elastic(wanted: argparse.Namespace) -> None:
     """A lost rank whose peers go on, against a restart of all; what that costs while none is lost."""
-    for what, measure in {"seconds from SIGKILL to the second step": losses.lost, "seconds of a step": losses.undisturbed}.items():
+    for what, measure in {"from SIGKILL to the next step": losses.lost, "of a step": losses.undisturbed}.items():
         with tempfile.TemporaryDirectory() as scratch:
             found = measure(Path(scratch), wanted.pairs)
-        print(f"lenet, {losses.RANKS} lanes: {what}")
-        for name, values in found.items():
-            show(name, values, " s")
-        show("elastic / without", [one / other for one, other in zip(*found.values(), strict=True)])
+        for name, values in (found | {"ratio": [one / other for one, other in zip(*found.values(), strict=True)]}).items():
+            show(f"seconds {what}, {name}", values)
 
 
 def checkpoint(wanted: argparse.Namespace) -> None:

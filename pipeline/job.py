@@ -66,8 +66,10 @@ class Job(BaseModel):
             return "reduction: native gives other bits on another number of ranks"
         if dist.lanes_per_rank is not None:
             return f"lanes_per_rank: {dist.lanes_per_rank} is for a number of ranks that stays"
-        if self.backend != "gloo":
-            return f"backend: {self.backend} cannot leave a collective that waits for a lost rank"
+        if dist.algorithm not in (None, "flat"):
+            return f"algorithm: {dist.algorithm} has groups within the group"
+        if (self.device, self.backend) != ("cpu", "gloo"):
+            return f"it was not tried on {self.device} with {self.backend}"
         return f"nodes: {dist.nodes} machines start and end together" if dist.nodes > 1 else None
 
     @property

@@ -20,21 +20,24 @@ IDLE_SECONDS, WAITING_SECONDS = 3, 10
 class StageObserver:
     """Shows the user how the ranks fare, and decides on restarts."""
 
-    def __init__(self, job: Job, members: Membership, progress: Progress, copier: CopyProcess):
+    def __init__(self, job: Job, members: Membership, progress: Progress, copier: CopyProcess, one_by_one: bool):
+        # Whether a lost rank is started again beside the others.
+        self._one_by_one = one_by_one
         self._job, self._members, self._progress, self._copier = job, members, progress, copier
-        self._waiting, self._lost, self._patience = False, False, RestartPolicy(job.config.dist.world_size if job.elastic else 1)
+        self._waiting, self._lost, self._patience = False, False, RestartPolicy(job.config.dist.world_size if one_by_one else 1)
 
     def failed(self, failure: Failure) -> str | None:
         """Print what failed and what is done about it; returns why the ranks are not to be started again, or None."""
         self._lost = True
         if failure.exit_code in FINAL_EXITS:
             return None
-        if self._job.elastic and not failure.deterministic:
+        judged = failure
+        if self._one_by_one and not failure.deterministic:
             # The others get on, whatever step this one was in.
-            failure = replace(failure, step=max(failure.step, journals.reached(self._job.journal, evaluated=False)))
-        if not (spent := self._patience.reason_to_stop(failure)):
+            judged = replace(failure, step=max(failure.step, journals.reached(self._job.journal, evaluated=False)))
+        if not (spent := self._patience.reason_to_stop(judged)):
             anew = f"starting again from {checkpoints.newest(self._job.run) or 'the beginning'}"
-            what = "the others go on, and it is started again beside them" if self._job.elastic else anew
+            what = "the others go on, and it is started again beside them" if self._one_by_one else anew
             self._progress.say(f"{outcome.describe(failure, self._job.config)}; {what}")
         return spent
 

@@ -126,7 +126,8 @@ class RankStage:
         started_at = time.monotonic()
         try:
             with progress:
-                result = supervisor.run(module, job, members.node, self._lock, StageObserver(job, members, progress, copier), stop)
+                observer = StageObserver(job, members, progress, copier, module.startswith("pipeline.elastic."))
+                result = supervisor.run(module, job, members.node, self._lock, observer, stop)
             end = outcome.judge(result, job, checkpoints.newest(run), self.command)
         except outcome.EXPECTED as error:
             end = outcome.broken(error, step, checkpoints.newest(run), self.command)

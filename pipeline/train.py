@@ -32,7 +32,7 @@ from pipeline.stop_signals import deferred
 from pipeline.timeouts import lock_seconds
 from pipeline.tracking import journal as journals
 from pipeline.tracking import receipt as receipts
-from pipeline.tracking.journal import CHECKPOINT, LANES, Journal
+from pipeline.tracking.journal import CHECKPOINT, LANES, RANKS, Journal
 from pipeline.tracking.mirror_process import MirrorProcess, needs_sync, server_and_credentials
 from pipeline.tracking.mirror_state import read_state
 from pipeline.tracking.receipt import Receipt
@@ -118,6 +118,8 @@ def carry_out(stage: RankStage, job: Job, paths: Paths, progress: Progress, fact
         placement = dict(facts["placement"])
         if job.config.dist.lanes_per_rank == "auto":
             placement["lanes_per_rank"] = journals.last(job.journal, LANES)["per_rank"]
+        if groups := [[line["step"], line["ranks"]] for line in journals.read(job.journal) if line["kind"] == RANKS]:
+            placement["ranks_since_step"] = groups
         write_receipt(job, facts | {"placement": placement, "mlflow_run_id": run_id()})
         receipt = publish(job.run, paths)
         journal_results(journal, job, receipt)

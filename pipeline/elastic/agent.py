@@ -14,7 +14,7 @@ from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
 from pipeline.cluster.store import serve
-from pipeline.elastic.generations import DONE, STORE, Coordinator, name_of
+from pipeline.elastic.generations import DONE, INCARNATION, STORE, Coordinator, name_of
 from pipeline.hardware.network import listen
 from pipeline.launch.agent import Agent, main, report
 
@@ -38,16 +38,16 @@ class ElasticAgent(Agent):
         self._watched: dict[int, str] = {}
         self._num_lost = 0
         pids = super()._start_workers(worker_group)
-        for pid in pids.values():
-            self._watch(pid)
+        for local, pid in pids.items():
+            self._watch(pid, name_of({"LOCAL_RANK": str(local)}))
         threading.Thread(target=self._coordinate, daemon=True).start()
         return pids
 
-    def _watch(self, pid: int) -> None:
+    def _watch(self, pid: int, name: str) -> None:
         try:
-            self._watched[os.pidfd_open(pid)] = name_of(pid)
+            self._watched[os.pidfd_open(pid)] = name
         except ProcessLookupError:
-            self._coordinator.lost(name_of(pid))
+            self._coordinator.lost(name)
 
     def _coordinate(self) -> None:
         """Announce generations until this process ends: also while ranks save and stop."""
@@ -65,9 +65,10 @@ class ElasticAgent(Agent):
         codes = {local: handler.proc.poll() for local, handler in running.items()}
         over = bool(self._announced.get(DONE))
         for local, code in codes.items():
-            if code and not over:
+            # Also one that was told to stop by itself, before it was in a group.
+            if code is not None and not over:
                 self._start_again(worker_group, local, code)
-        if all(code is not None for code in codes.values()) and (over or not any(codes.values())):
+        if over and all(code is not None for code in codes.values()):
             return RunResult(state=WorkerState.SUCCEEDED, return_values={one.global_rank: None for one in worker_group.workers})
         return RunResult(state=WorkerState.HEALTHY)
 
@@ -80,7 +81,9 @@ class ElasticAgent(Agent):
         kept.mkdir()
         (folder / str(local)).rename(kept / str(local))
         (folder / str(local)).mkdir()
-        report("failed", attempt=self._logs.attempt, exit_codes={local: code}, folder=str(kept))
+        # Each has a cause of its own.
+        report("failed", attempt=self._num_lost, exit_codes={local: code}, folder=str(kept))
+        context.envs[local][INCARNATION] = str(self._num_lost)
         context.subprocess_handlers[local] = get_subprocess_handler(
             entrypoint=context.entrypoint,
             args=context.args[local],
@@ -91,7 +94,7 @@ class ElasticAgent(Agent):
         )
         pid = context.subprocess_handlers[local].proc.pid
         worker_group.workers[local].id = pid
-        self._watch(pid)
+        self._watch(pid, name_of(context.envs[local]))
 
 
 if __name__ == "__main__":

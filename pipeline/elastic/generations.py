@@ -5,7 +5,7 @@ a newer one is announced when one of them is lost, or a further one is ready, an
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 
@@ -14,6 +14,8 @@ from pipeline.cluster.store import ClusterStore
 
 # The variable with the address of the store.
 STORE = "LOCKSTEP_GENERATIONS"
+# The variable that tells a rank that was started again from the one before.
+INCARNATION = "LOCKSTEP_INCARNATION"
 # Lists in the store: ranks that are ready, ranks that have ended, and [generation, rank] of collectives that failed.
 READY, LOST, FAILED = "ready", "lost", "failed"
 NEWEST, DONE = "generation", "done"
@@ -26,9 +28,9 @@ LOOK_SECONDS = 0.005
 MOST_IN_VAIN = 10
 
 
-def name_of(pid: int) -> str:
+def name_of(environment: Mapping[str, str]) -> str:
     """A rank's name: no other process of the job ever has it."""
-    return str(pid)
+    return f"{environment['LOCAL_RANK']}.{environment.get(INCARNATION, '0')}"
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,10 @@ class Handover:
         `writes` is true on the rank that has the journal open.
         """
         at = self.at
-        own = [-1 if at is None else at.step, at is not None and at.due, writes]
-        rows = self._ranks.gather_rows(torch.tensor([own], device=self._ranks.device), [1] * self._ranks.size).tolist()
-        steps = [step for step, _, _ in rows]
+        own = [-1, False, False, -1] if at is None else [at.step, at.due, at.save, self._checkpoints.marks["saved"]]
+        row = torch.tensor([[*own, writes]], device=self._ranks.device)
+        rows = self._ranks.gather_rows(row, [1] * self._ranks.size).tolist()
+        steps = [row[0] for row in rows]
         farthest = max(steps)
         if farthest < 0:
             step = self._checkpoints.restore(self._state)
@@ -43,8 +44,12 @@ class Handover:
             at = self.at = self._give(steps.index(farthest), at, farthest)
         assert at is not None
         # A step behind, it has not seen what came after this one.
-        at.due = any(due for step, due, _ in rows if step == farthest) or any(0 <= step < farthest for step in steps)
-        if not any(has_journal for _, _, has_journal in rows):
+        foremost = [row for row in rows if row[0] == farthest]
+        at.due = any(due for _, due, _, _, _ in foremost) or any(0 <= step < farthest for step in steps)
+        at.save = any(save for _, _, save, _, _ in foremost)
+        if len({saved for _, _, _, saved, _ in foremost}) > 1:
+            self._checkpoints.forget_saved()
+        if not any(has_journal for *_, has_journal in rows):
             self._checkpoints.written_by_another()
             at.due = at.save = farthest > 0
         return at
@@ -53,13 +58,11 @@ class Handover:
         """Broadcast the state of one rank; those that are there already drop it."""
         header = self._ranks.broadcast_bytes(self._ranks.on_rank(source, lambda: self._header(at), b""), source)
         facts: dict[str, Any] = json.loads(header)
-        tensors = self._tensors(source, facts["layouts"])
-        if at is not None and at.step == farthest:
-            for _ in tensors:
-                pass
+        # All of them, before the own ones are touched: the one that gives may be lost meanwhile.
+        behind = at is None or at.step < farthest
+        tensors = [one for one in self._tensors(source, facts["layouts"]) if behind]
+        if at is not None and not behind:
             return at
-        # If it fails on the way, they are those of no step.
-        self.at = None
         self._state.load(tensors)
         self._guard.take(facts["guard"])
         self._checkpoints.take(facts["checkpoints"])

@@ -24,7 +24,7 @@ PRELOAD = train_rank.PRELOAD
 def main(job: Job) -> None:
     """Train as one of those that are there, and write what the launcher publishes."""
     train_rank.fix_bits(job.config.dist.threads_per_rank)
-    store, name = os.environ[STORE], name_of(os.getpid())
+    store, name = os.environ[STORE], name_of(os.environ)
     heartbeat = Heartbeat(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent)
     door = Door(job, name, store, heartbeat)
     # The CPUs that a lost rank has left are this one's.

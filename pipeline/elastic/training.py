@@ -1,8 +1,10 @@
 """A training that goes on from group to group: what a lost rank has interrupted is done again by those who are there."""
 
+import contextlib
 import gc
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import ExitStack
@@ -10,6 +12,7 @@ from contextlib import ExitStack
 from torch import Tensor, nn
 
 from pipeline import parallel
+from pipeline.config import PeerError
 from pipeline.elastic.door import Door, LostPeer
 from pipeline.elastic.generations import MOST_IN_VAIN, Generation, Member
 from pipeline.elastic.handover import Handover
@@ -33,6 +36,8 @@ from pipeline.training.work import Work
 
 log = logging.getLogger(__name__)
 NOTHING, REGROUP, STOP = range(3)
+# How often to look for a newer generation.
+LOOK_SECONDS = 0.1
 
 
 class Regroup(Exception):
@@ -44,7 +49,7 @@ class Agreed(Stop):
 
     def __init__(self, ranks: Ranks, alarm_seconds: int, is_outdated: Callable[[], bool]):
         super().__init__(ranks, alarm_seconds)
-        self._is_outdated = is_outdated
+        self._is_outdated, self._looked_at = is_outdated, -LOOK_SECONDS
         self._wait: Callable[[], int] | None = None
 
     @property
@@ -57,9 +62,20 @@ class Agreed(Stop):
         answer = self._wait() if self._wait else NOTHING
         if answer == REGROUP:
             raise Regroup
-        outdated = self._ranks.on_rank_zero(self._is_outdated, False)
+        outdated = self._ranks.on_rank_zero(self._look, False)
         self._wait = self._ranks.start_maximum(STOP if self._asked else REGROUP if outdated else NOTHING)
         return answer == STOP
+
+    def _look(self) -> bool:
+        """Return whether a newer generation is announced; not at every step, as that takes a moment."""
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_SECONDS:
+            return False
+        self._looked_at = now
+        # Without the agent there is no newer one, and this rank is about to be told to stop.
+        with contextlib.suppress(PeerError):
+            return self._is_outdated()
+        return False
 
     def forget(self) -> None:
         """Drop the question of a group that is no more."""
@@ -108,7 +124,8 @@ class ElasticTraining:
         self._agreed = Agreed(self._group, alarm_seconds(config.dist.grace_seconds), member.is_outdated)
         self._handover = Handover(self._state, self._guard, self._checkpoints, self._group)
         self._journal: Writer = Silent()
-        self._writes, self._in_vain = False, 0
+        # Whether this rank has taken over journal and checkpoints; at which step it came into its group.
+        self._writes, self._entered_at, self._in_vain = False, 0, 0
         self._lanes = Lanes(config.dist.pieces_per_rank, 0, config.dist.images_per_step)
         self._strategy: Redoable | None = None
 
@@ -137,25 +154,27 @@ class ElasticTraining:
     def _enter(self, generation: Generation) -> None:
         """Form the group, and come to the step that is next."""
         self._door.enter(generation)
-        had_journal = self._writes
-        self._group.on_rank_zero(self._write, None)
-        at = self._handover.meet(had_journal)
+        self._group.on_rank_zero(self._open_journal, None)
+        at = self._handover.meet(self._writes)
+        self._writes, self._entered_at = self._group.on_rank_zero(lambda: True, False), at.step
         log.info("generation %d: rank %d of %d goes on at step %d", generation.number, self._group.rank, self._group.size, at.step)
         self._journal.event(RANKS, step=at.step, ranks=self._group.size, generation=generation.number)
         self._journal.metrics({"system/ranks": float(self._group.size)}, at.step)
 
-    def _write(self) -> None:
+    def _open_journal(self) -> None:
         """Open the journal, which rank 0 of earlier generations has left, if it was another."""
-        if not self._writes:
+        if not isinstance(self._journal, Journal):
             job = self._work.job
             self._leaving.enter_context(locked(job.writing))
-            self._journal, self._writes = Journal(job.journal), True
+            self._journal = Journal(job.journal)
             logging.getLogger("pipeline").addHandler(Notes(self._journal))
 
     def _parts(self) -> loop.Parts:
         """Share the lanes out, and put together what the loop is made of."""
         work, group, config = self._work, self._group, self._work.job.config
-        dist = config.dist.model_copy(update={"world_size": group.size, "nodes": 1})
+        # The batch stays, however many ranks there are.
+        whole = {"global_batch": config.dist.images_per_step, "batch_size_per_gpu": None, "accumulation": 1}
+        dist = config.dist.model_copy(update=whole | {"world_size": group.size, "nodes": 1})
         self._lanes = Lanes(dist.pieces_per_rank, group.rank, dist.images_per_step)
         strategy = Redoable(parallel.build(work.task, self._lanes, group, dist), work.model)
         self._strategy, work.reader.own = strategy, strategy.reads
@@ -182,17 +201,17 @@ class ElasticTraining:
             self._journal.event("finished", step=step, weights_sha256=digest)
         else:
             self._journal.event("stopped", step=step)
-        self._group.on_rank_zero(self._member.done, None)
+        with contextlib.suppress(PeerError):
+            self._group.on_rank_zero(self._member.done, None)
         shutdown_group(self._group)
 
     def _leave(self) -> None:
         """Leave the group, and undo what was done of a step."""
         at, strategy, self._strategy = self._handover.at, self._strategy, None
-        if at is not None and strategy is not None:
-            if strategy.step == at.step:
-                strategy.undo()
-            elif strategy.step >= 0:
-                self._in_vain = 0
+        if at is not None and strategy is not None and strategy.step == at.step:
+            strategy.undo()
+        if at is not None and at.step > self._entered_at:
+            self._in_vain = 0
         self._agreed.forget()
         groups = self._door.leave()
         # DDP would take part in the backward passes of the next one.

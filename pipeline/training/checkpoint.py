@@ -62,6 +62,10 @@ class Checkpoints:
         """What a rank must know of earlier saves."""
         return {"saved": self._saved, "best": self._best}
 
+    def forget_saved(self) -> None:
+        """Take nothing for saved: the ranks do not agree on it."""
+        self._saved = -1
+
     def take(self, marks: dict[str, Any]) -> None:
         """Know what another rank knows."""
         self._saved, (step, accuracy) = marks["saved"], marks["best"]
@@ -69,7 +73,7 @@ class Checkpoints:
 
     def written_by_another(self) -> None:
         """Rank 0 is another process than before, which may have ended while it wrote: take nothing for saved; every rank must call it."""
-        self._saved = -1
+        self.forget_saved()
         index = self._ranks.on_rank_zero(self._index, {"checkpoints": []})
         self._written.extend(one["step"] for one in index["checkpoints"][-1:] if self._unannounced(one["step"]))
 
@@ -77,9 +81,10 @@ class Checkpoints:
         """Begin to save, unless already saved, and prune to `keep`; every rank must call it."""
         if step == self._saved:
             return
-        before, self._saved = self._saved, step
         due = {"validation_due": "true"} if validation_due else {}
         shards = self._copied(state, "")
+        # Not before all ranks have come so far.
+        before, self._saved = self._saved, step
         self._begin(self._ranks.on_rank_zero(lambda: self._writing(step, before, shards, due), shards.exchange))
 
     def save_best(self, state: State, step: int, accuracy: float) -> None:

@@ -96,11 +96,12 @@ def go_on(steps: Steps, parts: Parts, at: Position) -> tuple[int, bool]:
 def _go_on(steps: Steps, parts: Parts, at: Position) -> tuple[int, bool]:
     speed = Speed(steps.global_batch, at.step, parts.heartbeat)
     going_on = not at.due or recorded(steps, parts, at, speed)
+    at.due = not going_on
     while going_on and at.step < (steps.until or steps.total) and not parts.stop.agreed():
         at.figures = update(steps, parts, at.step)
         at.step, at.due = at.step + 1, True
         going_on = recorded(steps, parts, at, speed)
-        at.due = False
+        at.due = not going_on
         announce_checkpoints(parts)
     save_checkpoint(parts, at.step, validation_due=not going_on)
     finish_checkpoints(parts)
@@ -116,7 +117,7 @@ def update(steps: Steps, parts: Parts, step: int) -> dict[str, float]:
     parts.clipping()
     parts.state.optimizer.step()
     parts.state.average.update(step)
-    return means
+    return means | parts.clipping.figures() if means else {}
 
 
 def recorded(steps: Steps, parts: Parts, at: Position, speed: "Speed") -> bool:
@@ -124,9 +125,9 @@ def recorded(steps: Steps, parts: Parts, at: Position, speed: "Speed") -> bool:
     step, going_on = at.step, True
     if at.figures:
         parts.guard.raise_if_diverged()
-        means, norm = finite(at.figures, step), finite(parts.clipping.figures(), step)
+        means = finite(at.figures, step)
         rate = {"train/learning_rate": parts.schedule.rate(step - 1), "train/samples": float(step * steps.global_batch)}
-        parts.journal.metrics(means | norm | rate | speed.since_last(step) | parts.monitor(speed.own_seconds), step)
+        parts.journal.metrics(means | rate | speed.since_last(step) | parts.monitor(speed.own_seconds), step)
     if step % steps.per_epoch == 0:
         going_on = validated(step, parts)
         speed.restart(step)
@@ -182,6 +183,8 @@ class Speed:
 
     def since_last(self, step: int) -> dict[str, float]:
         """The speed since the last line."""
+        if step == self._step:
+            return {}
         images, elapsed_seconds = (step - self._step) * self._global_batch, time.monotonic() - self._started_at
         self.own_seconds = (elapsed_seconds - self._heartbeat.waited_seconds + self._waited_seconds) / max(step - self._step, 1)
         self.restart(step)

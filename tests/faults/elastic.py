@@ -167,7 +167,7 @@ def campaign(folder: Path, seed: int, events: int, ranks: int = 4, epochs: int =
         "train__label_smoothing": 0.1,
     }
     shape |= {"checkpoint__every_steps": 20, "dist__world_size": ranks, "dist__lanes": 8, "tracking__log_every_steps": 1}
-    shape |= {"dist__batch_size_per_gpu": None, "dist__global_batch": 96}
+    shape |= {"dist__batch_size_per_gpu": 96 // ranks, "train__clip_norm": 1.0}
     made: list[Experiment] = []
     for name in ("alone", "hurt"):
         (folder / name).mkdir(parents=True)
@@ -189,18 +189,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--events", type=int, default=100)
-    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--epochs", type=int, help="of the training; null: as many as so many events leave time for")
     wanted = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="lockstep-elastic-"))
-    found = campaign(folder, wanted.seed, wanted.events, epochs=wanted.epochs)
+    found = campaign(folder, wanted.seed, wanted.events, epochs=wanted.epochs or max(6, wanted.events))
     print(f"seed {wanted.seed}: {found.done.total()} events {dict(found.done)}, {len(found.violations)} violations")
     for kind, seconds in found.seconds.items():
         spread = f"{min(seconds):.2f} to {max(seconds):.2f}, n = {len(seconds)}"
         print(f"  {kind}: the second step after {statistics.median(seconds):.2f} s ({spread})")
     print(*found.violations, sep="\n")
+    if found.done.total() < wanted.events:
+        print(f"the training was over before {wanted.events} events; give it more --epochs")
     if not found.violations:
         shutil.rmtree(folder)
-    return bool(found.violations)
+    return bool(found.violations) or found.done.total() < wanted.events
 
 
 if __name__ == "__main__":

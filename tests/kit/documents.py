@@ -86,6 +86,7 @@ ELSEWHERE = {
     "make golden": "nobody: it rewrites what the tests compare with",
     "make lock": "nobody: it needs a package index, and its answer changes by the day",
     "make audit": "nobody: it needs a service for vulnerabilities",
+    "python -m tests.faults.elastic --seed 1 --events 500": "tests/faults/test_elastic_faults.py, with fewer events",
     "make mutate MODULE=config": "nobody: minutes; the mutants have tests in tests/unit/test_mutants.py",
     "make fuzz": "nobody: its examples are new each time",
     "make setup PYTHON=python3.12": "nobody: it needs another Python; tests/containers/test_other_system.py takes Python 3.13",

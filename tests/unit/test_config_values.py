@@ -182,7 +182,7 @@ def test_whose_statistics_batchnorm_takes_changes_the_bits_and_to_look_for_unuse
 
     plain = identity()
     assert identity(sync_batchnorm=True) == plain | {"dist": plain["dist"] | {"sync_batchnorm": True}}  # pyright: ignore
-    assert identity(sync_batchnorm=False, find_unused_parameters=True) == plain
+    assert identity(sync_batchnorm=False, find_unused_parameters=True, elastic=True) == plain
 
 
 def test_how_gradients_travel_by_hand_changes_the_bits_of_native_alone() -> None:

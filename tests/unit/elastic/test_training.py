@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.elastic import training
 from pipeline.elastic.handover import Handover
 from pipeline.elastic.training import Agreed, Redoable, Regroup, is_loss
 from pipeline.ranks import Ranks
@@ -116,6 +117,7 @@ def test_a_step_that_was_not_finished_leaves_the_buffers_as_they_were() -> None:
 
 def asked(group: Ranks, outdated: bool, stops: int) -> list[str]:
     """What a rank is told between steps, while one may be asked to stop."""
+    training.LOOK_SECONDS = 0
     agreed, found = Agreed(group, 600, lambda: outdated), list[str]()
     if group.rank == stops:
         agreed._asked = True
