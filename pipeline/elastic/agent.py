@@ -19,8 +19,8 @@ from pipeline.hardware.network import listen
 from pipeline.launch.agent import Agent, main, report
 
 HOST = "127.0.0.1"
-# How often to look for ranks that are ready; that one is lost is known at once.
-IDLE_SECONDS, BUSY_SECONDS = 0.1, 0.01
+# How often to look for ranks that are ready; that one is lost is known at once. Each look takes the ranks' time.
+IDLE_SECONDS, BUSY_SECONDS = 0.5, 0.01
 # How many looks after a change are busy ones.
 BUSY_LOOKS = 500
 
@@ -63,7 +63,7 @@ class ElasticAgent(Agent):
         assert self._pcontext is not None
         running = self._pcontext.subprocess_handlers
         codes = {local: handler.proc.poll() for local, handler in running.items()}
-        over = bool(self._announced.get(DONE))
+        over = any(code is not None for code in codes.values()) and bool(self._announced.get(DONE))
         for local, code in codes.items():
             # Also one that was told to stop by itself, before it was in a group.
             if code is not None and not over:

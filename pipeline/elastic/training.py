@@ -37,7 +37,7 @@ from pipeline.training.work import Work
 log = logging.getLogger(__name__)
 NOTHING, REGROUP, STOP = range(3)
 # How often to look for a newer generation.
-LOOK_SECONDS = 0.1
+LOOK_SECONDS = 0.2
 
 
 class Regroup(Exception):

@@ -59,7 +59,7 @@ def test_whoever_is_behind_gets_all_from_whoever_is_farthest(run_ranks: Any, tmp
         assert one["guard"] == {"first": 1, "good_steps": 3, "bad": 1.0}
         assert one["checkpoints"]["saved"] == 2
         assert (one["at"].step, one["at"].due, one["at"].save) == (4, True, False)
-    # The figures of the farthest of those that are behind.
+    # Those behind have them from the farthest.
     assert [one["at"].figures for one in found[:3]] == [{"train/loss": 0.1}] * 3
 
 
@@ -67,6 +67,22 @@ def test_who_has_just_come_makes_nobody_do_anything_again(run_ranks: Any, tmp_pa
     found = [results[0] for results in run_ranks(3, (met, (tmp_path, [Position(4), None, Position(4)], 0)))]
     assert [(one["at"].step, one["at"].due, one["at"].save) for one in found] == [(4, False, False)] * 3
     assert found[1]["whole"] == found[0]["whole"]
+
+
+def differing(group: Ranks, folder: Path) -> dict[str, Any]:
+    """Two ranks at one step, of which one was still in the save of it that the other has begun."""
+    state = trained(4)
+    checkpoints = Checkpoints(folder / "checkpoints", 3, group)
+    checkpoints.take({"saved": 4 if group.rank else 2, "best": (-1, -1.0)})
+    handover = Handover(state, NonFiniteGuard(state, group, lambda step: ""), checkpoints, group)
+    handover.at = Position(4, due=not group.rank, save=not group.rank)
+    at = handover.meet(group.rank == 0)
+    return {"at": (at.step, at.due, at.save), "saved": checkpoints.marks["saved"]}
+
+
+def test_what_ranks_do_not_agree_on_is_done_again_by_all(run_ranks: Any, tmp_path: Path) -> None:
+    found = [results[0] for results in run_ranks(2, (differing, (tmp_path,)))]
+    assert found == [{"at": (4, True, True), "saved": -1}] * 2
 
 
 def test_where_the_one_that_wrote_is_lost_all_save_at_once(run_ranks: Any, tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 import logging
 import math
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,28 +39,31 @@ class Breaking(Gradients):
         return self
 
 
-def run(folder: Path, bad_step: int = -1) -> list[dict[str, Any]]:
-    """Train; returns the journal."""
-    state = State(*parts())
-    strategy, journal = Breaking(state.model, bad_step), Journal(folder / "journal.jsonl")
+@contextmanager
+def made(folder: Path, bad_step: int = -1, most: float | None = None) -> Iterator[loop.Parts]:
+    """What a loop is made of."""
+    state, journal = State(*parts()), Journal(folder / "journal.jsonl")
     with ThreadPoolExecutor(1) as executor:
         try:
-            loop.run(
-                STEPS,
-                loop.Parts(
-                    strategy=strategy,
-                    state=state,
-                    guard=NonFiniteGuard(state, OnlyRank(), lambda step: ""),
-                    clipping=Clipping(state, OnlyRank(), None),
-                    schedule=Schedule("constant", 0.1, 0, STEPS.total),
-                    checkpoints=Checkpoints(folder / "checkpoints", 9, OnlyRank(), folder / "journal.jsonl", executor),
-                    journal=journal,
-                    stop=Stop(None),
-                    validate=lambda: Result(0.5, 5, 10, 10, torch.zeros(2, 2)),
-                ),
+            yield loop.Parts(
+                strategy=Breaking(state.model, bad_step),
+                state=state,
+                guard=NonFiniteGuard(state, OnlyRank(), lambda step: ""),
+                clipping=Clipping(state, OnlyRank(), most),
+                schedule=Schedule("constant", 0.1, 0, STEPS.total),
+                checkpoints=Checkpoints(folder / "checkpoints", 9, OnlyRank(), folder / "journal.jsonl", executor),
+                journal=journal,
+                stop=Stop(None),
+                validate=lambda: Result(0.5, 5, 10, 10, torch.zeros(2, 2)),
             )
         finally:
             journal.close()
+
+
+def run(folder: Path, bad_step: int = -1) -> list[dict[str, Any]]:
+    """Train; returns the journal."""
+    with made(folder, bad_step) as those:
+        loop.run(STEPS, those)
     return list(read(folder / "journal.jsonl"))
 
 
@@ -125,3 +131,63 @@ def test_a_checkpoint_that_the_journal_does_not_know_is_announced_when_it_is_res
     journal.write_text("".join(lines[:last]))
     for _ in range(2):
         assert [line["step"] for line in run(tmp_path) if line["kind"] == CHECKPOINT] == [2, 4, 6]
+
+
+def figures(folder: Path) -> dict[int, set[str]]:
+    """The names of the figures of every step, each written once."""
+    found: dict[int, list[str]] = {}
+    for line in read(folder / "journal.jsonl"):
+        if line["kind"] == "metrics":
+            found.setdefault(line["step"], []).extend(line["values"])
+    assert all(len(names) == len(set(names)) for names in found.values())
+    return {step: set(names) for step, names in found.items()}
+
+
+def test_a_validation_that_a_stop_cuts_short_stays_due(tmp_path: Path) -> None:
+    at, steps = loop.Position(), replace(STEPS, per_epoch=3)
+    with made(tmp_path) as those:
+        those.checkpoints.restore(those.state)
+        assert loop.go_on(steps, replace(those, validate=lambda: None), at) == (3, False)
+        assert at.due
+        # Those who were to leave are in another group now, where nobody is asked to stop.
+        assert loop.go_on(steps, those, at) == (6, True)
+    assert [step for step, names in figures(tmp_path).items() if "validation/accuracy" in names] == [3, 6]
+
+
+class Lost(Exception):
+    """What a collective raises."""
+
+
+def test_what_was_due_after_a_step_is_done_when_the_training_goes_on_from_there(tmp_path: Path) -> None:
+    """A rank is lost while the others gather what their machines are busy with: nothing of that step is in the journal yet."""
+
+    def lost(own_seconds: float) -> dict[str, float]:
+        raise Lost
+
+    at = loop.Position()
+    with made(tmp_path, most=0.001) as those:
+        those.checkpoints.restore(those.state)
+        with pytest.raises(Lost):
+            loop.go_on(STEPS, replace(those, monitor=lost), at)
+        assert (at.step, at.due) == (1, True)
+        # Of another group: it has clipped nothing yet.
+        clipping = Clipping(those.state, OnlyRank(), 0.001)
+        assert loop.go_on(STEPS, replace(those, clipping=clipping), at) == (6, True)
+    names = figures(tmp_path)
+    assert [*names] == [1, 2, 3, 4, 5, 6]
+    assert all({"train/loss", "train/gradient_norm", "train/learning_rate"} <= one for one in names.values())
+    # Nobody knows how long the first one took.
+    assert [step for step, one in names.items() if "train/images_per_second" in one] == [2, 3, 4, 5, 6]
+
+
+def test_what_is_to_be_saved_at_once_is_saved_after_any_step(tmp_path: Path) -> None:
+    at = loop.Position()
+    with made(tmp_path) as those:
+        those.checkpoints.restore(those.state)
+        loop.go_on(replace(STEPS, until=3), those, at)
+        those.checkpoints.forget_saved()
+        (tmp_path / "checkpoints" / "step-00000003.safetensors").unlink()
+        at.due = at.save = True
+        loop.go_on(replace(STEPS, until=3), those, at)
+        assert not at.save
+    assert (tmp_path / "checkpoints" / "step-00000003.safetensors").exists()
