@@ -64,7 +64,7 @@ class Job(BaseModel):
             return f"strategy: {dist.strategy} has no way to go on without a rank"
         if dist.reduction != "ordered":
             return "reduction: native gives other bits on another number of ranks"
-        if dist.lanes_per_rank is not None:
+        if isinstance(dist.lanes_per_rank, list):
             return f"lanes_per_rank: {dist.lanes_per_rank} is for a number of ranks that stays"
         if dist.algorithm not in (None, "flat"):
             return f"algorithm: {dist.algorithm} has groups within the group"

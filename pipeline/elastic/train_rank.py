@@ -4,7 +4,6 @@ import gc
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 from pipeline.cluster.store import connect
@@ -30,10 +29,10 @@ def main(job: Job) -> None:
     # The CPUs that a lost rank has left are this one's.
     work = begin(job, door.outside.device, lambda own: own)
     # Kernels are compiled and chosen at their first call: nobody is to wait for that.
-    seconds_of(0, work.task, heartbeat, times=1)
+    own_seconds = seconds_of(0, work.task, heartbeat, times=1)
     member = Member(connect(*split(store)), name)
-    with ExitStack() as leaving, ThreadPoolExecutor(1) as executor:
-        training = ElasticTraining(work, member, door, executor, leaving)
+    with ThreadPoolExecutor(1) as executor:
+        training = ElasticTraining(work, member, door, executor, own_seconds)
         # What is imported stays: whoever leaves a group has its remains collected, and would look through all of torch.
         gc.freeze()
         member.ready()

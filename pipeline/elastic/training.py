@@ -4,7 +4,6 @@ import contextlib
 import gc
 import logging
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import ExitStack
@@ -13,80 +12,29 @@ from torch import Tensor, nn
 
 from pipeline import parallel
 from pipeline.config import PeerError
+from pipeline.elastic.agreement import Agreed, Regroup, Reshare
 from pipeline.elastic.door import Door, LostPeer
 from pipeline.elastic.generations import MOST_IN_VAIN, Generation, Member
 from pipeline.elastic.handover import Handover
+from pipeline.elastic.speeds import Speeds
 from pipeline.files import locked
 from pipeline.heartbeat import FINISHING
 from pipeline.launch.failures import CONSEQUENCE
 from pipeline.parallel import Strategy
 from pipeline.parallel.lanes import Lanes, Replicated, Totals
-from pipeline.ranks import Ranks, shutdown_group
+from pipeline.ranks import shutdown_group
 from pipeline.timeouts import alarm_seconds
-from pipeline.tracking.journal import RANKS, Journal, Notes, Silent, Writer
+from pipeline.tracking.journal import LANES, RANKS, Journal, Notes, Silent, Writer
 from pipeline.training import loop, schedule
 from pipeline.training.clipping import Clipping
 from pipeline.training.export import export
 from pipeline.training.loop import Position
 from pipeline.training.monitor import Monitor
 from pipeline.training.state import State
-from pipeline.training.stopping import Stop
 from pipeline.training.train_rank import plan
 from pipeline.training.work import Work
 
 log = logging.getLogger(__name__)
-NOTHING, REGROUP, STOP = range(3)
-# How often to look for a newer generation.
-LOOK_SECONDS = 0.2
-
-
-class Regroup(Exception):
-    """All ranks have agreed, between two steps, to enter a newer generation."""
-
-
-class Agreed(Stop):
-    """What ranks agree on between two steps: to stop, or to enter a newer generation."""
-
-    def __init__(self, ranks: Ranks, alarm_seconds: int, is_outdated: Callable[[], bool]):
-        super().__init__(ranks, alarm_seconds)
-        self._is_outdated, self._looked_at = is_outdated, -LOOK_SECONDS
-        self._wait: Callable[[], int] | None = None
-
-    @property
-    def asked(self) -> bool:
-        """True once a signal has asked this rank to stop."""
-        return self._asked
-
-    def agreed(self) -> bool:
-        """Return True if all ranks stop here; raises Regroup, on all ranks, if they do not stop and a newer generation is announced."""
-        answer = self._wait() if self._wait else NOTHING
-        if answer == REGROUP:
-            raise Regroup
-        outdated = self._ranks.on_rank_zero(self._look, False)
-        self._wait = self._ranks.start_maximum(STOP if self._asked else REGROUP if outdated else NOTHING)
-        return answer == STOP
-
-    def _look(self) -> bool:
-        """Return whether a newer generation is announced; not at every step, as that takes a moment."""
-        now = time.monotonic()
-        if now - self._looked_at < LOOK_SECONDS:
-            return False
-        self._looked_at = now
-        # Without the agent there is no newer one, and this rank is about to be told to stop.
-        with contextlib.suppress(PeerError):
-            return self._is_outdated()
-        return False
-
-    def forget(self) -> None:
-        """Drop the question of a group that is no more."""
-        self._wait = None
-
-    def close(self) -> None:
-        """Wait for the last question."""
-        if self._wait:
-            self._wait()
-        self._wait = None
-        super().close()
 
 
 class Redoable(Replicated):
@@ -112,9 +60,9 @@ class Redoable(Replicated):
 class ElasticTraining:
     """One rank's training, through any number of generations."""
 
-    def __init__(self, work: Work, member: Member, door: Door, executor: Executor, leaving: ExitStack):
+    def __init__(self, work: Work, member: Member, door: Door, executor: Executor, own_seconds: float):
         config = work.job.config
-        self._work, self._member, self._door, self._leaving = work, member, door, leaving
+        self._work, self._member, self._door, self._leaving = work, member, door, ExitStack()
         self._group, self._steps = door.outside, plan(work.job, work.order)
         optimizer = schedule.optimizer(config.train, list(work.model.parameters()))
         self._state = State(work.model, optimizer, ema_decay=config.train.ema_decay)
@@ -126,7 +74,7 @@ class ElasticTraining:
         self._journal: Writer = Silent()
         # Whether this rank has taken over journal and checkpoints; at which step it came into its group.
         self._writes, self._entered_at, self._in_vain = False, 0, 0
-        self._lanes = Lanes(config.dist.pieces_per_rank, 0, config.dist.images_per_step)
+        self._lanes, self._speeds = Lanes(config.dist.pieces_per_rank, 0, config.dist.images_per_step), Speeds(own_seconds)
         self._strategy: Redoable | None = None
 
     def run(self) -> None:
@@ -134,7 +82,8 @@ class ElasticTraining:
         while (generation := self._member.next(lambda: self._agreed.asked and self._handover.at is None)) is not None:
             try:
                 self._enter(generation)
-                self._end(*loop.go_on(self._steps, self._parts(), self._position))
+                while not self._trained():
+                    self._drop_strategy()
                 return
             except Regroup:
                 log.info("generation %d is over", generation.number)
@@ -145,6 +94,14 @@ class ElasticTraining:
                 log.info("generation %d has lost a rank: %s", generation.number, str(error).splitlines()[0])
                 self._member.failed()
             self._leave()
+
+    def _trained(self) -> bool:
+        """Train to the end; returns False where the lanes are to be shared out anew."""
+        parts = self._parts()
+        with contextlib.suppress(Reshare):
+            self._end(*loop.go_on(self._steps, parts, self._position))
+            return True
+        return False
 
     @property
     def _position(self) -> Position:
@@ -176,6 +133,9 @@ class ElasticTraining:
         whole = {"global_batch": config.dist.images_per_step, "batch_size_per_gpu": None, "accumulation": 1}
         dist = config.dist.model_copy(update=whole | {"world_size": group.size, "nodes": 1})
         self._lanes = Lanes(dist.pieces_per_rank, group.rank, dist.images_per_step)
+        if config.dist.lanes_per_rank == "auto":
+            self._lanes = self._speeds.shared_out(self._lanes, group)
+            self._journal.event(LANES, per_rank=self._lanes.per_rank, step=self._position.step)
         strategy = Redoable(parallel.build(work.task, self._lanes, group, dist), work.model)
         self._strategy, work.reader.own = strategy, strategy.reads
         evaluation, dtype = work.evaluation(group), schedule.autocast_dtype(work.job.precision)
@@ -188,10 +148,21 @@ class ElasticTraining:
             checkpoints=self._checkpoints,
             journal=self._journal,
             stop=self._agreed,
-            validate=lambda: evaluation(work.model, dtype, self._agreed.agreed),
+            validate=lambda: evaluation(work.model, dtype, self._agreed.stops),
             heartbeat=group.heartbeat,
-            monitor=Monitor(group, 1),
+            monitor=self._watched(Monitor(group, 1)),
         )
+
+    def _watched(self, monitor: Monitor) -> Callable[[float], dict[str, float]]:
+        """Let what is known of all ranks' steps tell whether lanes are to move."""
+
+        def watch(own_seconds: float) -> dict[str, float]:
+            figures = monitor(own_seconds)
+            if self._work.job.config.dist.lanes_per_rank == "auto":
+                self._agreed.reshares = self._speeds.learn(figures, self._lanes)
+            return figures
+
+        return watch
 
     def _end(self, step: int, finished: bool) -> None:
         self._agreed.close()
@@ -207,18 +178,21 @@ class ElasticTraining:
 
     def _leave(self) -> None:
         """Leave the group, and undo what was done of a step."""
-        at, strategy, self._strategy = self._handover.at, self._strategy, None
-        if at is not None and strategy is not None and strategy.step == at.step:
-            strategy.undo()
+        at = self._handover.at
+        if at is not None and self._strategy is not None and self._strategy.step == at.step:
+            self._strategy.undo()
         if at is not None and at.step > self._entered_at:
             self._in_vain = 0
         self._agreed.forget()
         groups = self._door.leave()
-        # DDP would take part in the backward passes of the next one.
-        del strategy
-        gc.collect()
+        self._drop_strategy()
         # The end of a group waits for what gloo has under way, which may be for ever.
         threading.Thread(target=groups.clear, daemon=True).start()
+
+    def _drop_strategy(self) -> None:
+        # DDP would take part in the backward passes of the next one.
+        self._strategy = None
+        gc.collect()
 
 
 def is_loss(error: RuntimeError) -> bool:

@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.elastic import training
+from pipeline.elastic import agreement
+from pipeline.elastic.agreement import Agreed, Regroup, Reshare
 from pipeline.elastic.handover import Handover
-from pipeline.elastic.training import Agreed, Redoable, Regroup, is_loss
+from pipeline.elastic.speeds import Speeds
+from pipeline.elastic.training import Redoable, is_loss
+from pipeline.parallel.lanes import Lanes
 from pipeline.ranks import Ranks
 from pipeline.tracking.journal import CHECKPOINT, Journal
 from pipeline.training.checkpoint import Checkpoints
@@ -133,7 +136,7 @@ def test_a_step_that_was_not_finished_leaves_the_buffers_as_they_were() -> None:
 
 def asked(group: Ranks, outdated: bool, stops: int) -> list[str]:
     """What a rank is told between steps, while one may be asked to stop."""
-    training.LOOK_SECONDS = 0
+    agreement.LOOK_SECONDS = 0
     agreed, found = Agreed(group, 600, lambda: outdated), list[str]()
     if group.rank == stops:
         agreed._asked = True
@@ -149,7 +152,38 @@ def asked(group: Ranks, outdated: bool, stops: int) -> list[str]:
 def test_all_ranks_agree_to_stop_or_to_enter_another_group(run_ranks: Any) -> None:
     cases = {(False, -1): "go on", (True, -1): "regroup", (False, 1): "stop", (True, 1): "stop"}
     for results in run_ranks(2, *((asked, case) for case in cases)):
-        assert results == [["go on", answer, answer] for answer in cases.values()]
+        # Whoever regroups asks again in another group.
+        assert results == [["go on", answer, "go on" if answer == "regroup" else answer] for answer in cases.values()]
+
+
+def asked_to_reshare(group: Ranks) -> list[str]:
+    """What a rank is told that knows better shares, as all do."""
+    agreed, found = Agreed(group, 600, lambda: False), list[str]()
+    agreed.reshares = True
+    for ask in (agreed.stops, agreed.agreed, agreed.agreed):
+        try:
+            found.append(str(ask()))
+        except Reshare:
+            found.append("reshare")
+    agreed.close()
+    return found
+
+
+def test_lanes_are_shared_out_anew_between_steps_and_not_within_a_validation(run_ranks: Any) -> None:
+    assert run_ranks(2, (asked_to_reshare, ())) == [[["False", "reshare", "False"]]] * 2
+
+
+def shared_out(group: Ranks, milliseconds: list[float]) -> list[Any]:
+    """Whether lanes are to move after steps that took so long, and how."""
+    lanes, speeds = Lanes([4, 4, 4], group.rank, 96), Speeds(0.001)
+    figures = {f"system/rank_{rank}_step_milliseconds": one for rank, one in enumerate(milliseconds)}
+    return [speeds.learn(figures, lanes), speeds.shared_out(lanes, group).per_rank]
+
+
+def test_lanes_move_where_that_is_worth_it(run_ranks: Any) -> None:
+    cases = {(20, 20, 40): [True, [5, 5, 2]], (20, 22, 21): [False, [4, 4, 4]], (20, 0, 40): [False, [4, 4, 4]]}
+    for results in run_ranks(3, *((shared_out, ([float(one) for one in case],)) for case in cases)):
+        assert results == [*cases.values()]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""What ranks agree on between two steps."""
+
+import contextlib
+import time
+from collections.abc import Callable
+
+from pipeline.config import PeerError
+from pipeline.ranks import Ranks
+from pipeline.training.stopping import Stop
+
+NOTHING, REGROUP, STOP = range(3)
+# How often to look for a newer generation.
+LOOK_SECONDS = 0.2
+
+
+class Regroup(Exception):
+    """All ranks have agreed, between two steps, to enter a newer generation."""
+
+
+class Reshare(Exception):
+    """All ranks have agreed, between two steps, to share the lanes out anew."""
+
+
+class Agreed(Stop):
+    """What ranks agree on between two steps: to stop, to enter a newer generation, or to share the lanes out anew."""
+
+    def __init__(self, ranks: Ranks, alarm_seconds: int, is_outdated: Callable[[], bool]):
+        super().__init__(ranks, alarm_seconds)
+        self._is_outdated, self._looked_at = is_outdated, -LOOK_SECONDS
+        self._wait: Callable[[], int] | None = None
+        # Set, on all ranks alike, where other shares of the lanes would be faster.
+        self.reshares = False
+
+    @property
+    def asked(self) -> bool:
+        """True once a signal has asked this rank to stop."""
+        return self._asked
+
+    def agreed(self) -> bool:
+        """Return True if all ranks stop here; raises Regroup or Reshare, on all ranks, if they do that instead."""
+        return self._answer_after(self.reshares)
+
+    def stops(self) -> bool:
+        """The same within a validation, after which lanes may be shared out."""
+        return self._answer_after(False)
+
+    def _answer_after(self, reshares: bool) -> bool:
+        answer, self._wait = self._wait() if self._wait else NOTHING, None
+        if answer == REGROUP:
+            raise Regroup
+        if reshares and answer == NOTHING:
+            self.reshares = False
+            raise Reshare
+        outdated = self._ranks.on_rank_zero(self._look, False)
+        self._wait = self._ranks.start_maximum(STOP if self._asked else REGROUP if outdated else NOTHING)
+        return answer == STOP
+
+    def _look(self) -> bool:
+        """Return whether a newer generation is announced; not at every step, as that takes a moment."""
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_SECONDS:
+            return False
+        self._looked_at = now
+        # Without the agent there is no newer one, and this rank is about to be told to stop.
+        with contextlib.suppress(PeerError):
+            return self._is_outdated()
+        return False
+
+    def forget(self) -> None:
+        """Drop what was asked and found in a group that is no more."""
+        self._wait, self.reshares = None, False
+
+    def close(self) -> None:
+        """Wait for the last question."""
+        if self._wait:
+            self._wait()
+        self._wait = None
+        super().close()
