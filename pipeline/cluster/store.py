@@ -37,6 +37,10 @@ class KeyValueStore(Protocol):
         """Return whether all keys have a value."""
         ...
 
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a number, which is 0 while there is none; returns it."""
+        ...
+
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """Set a value that is `expected` ("" = absent) to `desired`; returns what the value is then."""
         ...
@@ -58,6 +62,11 @@ class ClusterStore:
         """Return a value, or None while there is none."""
         with self._peer_errors():
             return json.loads(self._values.get(name)) if self._values.check([name]) else None
+
+    def count(self, name: str) -> None:
+        """Add one to a number, which `get` returns."""
+        with self._peer_errors():
+            self._values.add(name, 1)
 
     def decide(self, name: str, value: Any) -> Any:
         """Set a value, unless there is one; returns what it is then, the same for all who ask."""

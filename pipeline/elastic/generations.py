@@ -106,9 +106,10 @@ class Member:
             if newest.number > arrived.number and self._name in newest.members:
                 if arrived.members and self._is_entered(arrived, False):
                     return self._entering(arrived)
-                self._store.put(f"{NEWEST}/{number}/{self._name}", True)
+                # A number, not their names: of many ranks each would ask for each.
+                self._store.count(f"{NEWEST}/{number}/arrived")
                 arrived = newest
-            complete = arrived.members and all(self._store.get(f"{NEWEST}/{arrived.number}/{one}") for one in arrived.members)
+            complete = arrived.members and self._store.get(f"{NEWEST}/{arrived.number}/arrived") == len(arrived.members)
             if complete and self._is_entered(arrived, True):
                 return self._entering(arrived)
             self._clock.sleep(LOOK_SECONDS)

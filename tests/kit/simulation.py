@@ -191,6 +191,11 @@ class SimulatedStore:
         values = self._values()
         return all(key in values for key in keys)
 
+    def add(self, key: str, amount: int) -> int:
+        values = self._values()
+        values[key] = str(int(values.get(key, b"0")) + amount).encode()
+        return int(values[key])
+
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         values = self._values()
         if values.get(key, b"") == expected.encode():
