@@ -1,6 +1,7 @@
 """The job file: the configuration as the launcher has resolved it, for every rank."""
 
 import hashlib
+import os
 import sys
 from pathlib import Path
 from typing import Literal
@@ -58,8 +59,8 @@ class Job(BaseModel):
     def why_not_elastic(self) -> str | None:
         """Why all ranks start again when one is lost; None if the others can go on."""
         dist = self.config.dist
-        if sys.platform != "linux":
-            return "it needs Linux"
+        if not _can_watch_processes():
+            return "it needs Linux, and to be allowed pidfd_open"
         if dist.strategy != "ddp":
             return f"strategy: {dist.strategy} has no way to go on without a rank"
         if dist.reduction != "ordered":
@@ -89,6 +90,17 @@ class Job(BaseModel):
     def result(self) -> Path:
         """The file with the result of evaluate's ranks."""
         return self.run / "evaluation.json"
+
+
+def _can_watch_processes() -> bool:
+    if sys.platform != "linux":
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        # A sandbox that is older than this call.
+        return False
+    return True
 
 
 def read(path: Path) -> Job:

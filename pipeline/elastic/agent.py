@@ -95,6 +95,8 @@ class ElasticAgent(Agent):
         pid = context.subprocess_handlers[local].proc.pid
         worker_group.workers[local].id = pid
         self._watch(pid, name_of(context.envs[local]))
+        # What ends the job later has another cause.
+        report("started", attempt=self._logs.attempt, folder=self._logs.folder)
 
 
 if __name__ == "__main__":
