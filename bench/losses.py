@@ -5,10 +5,30 @@ import statistics
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from bench.recovery import Training, rank, wait_for
 
 RANKS, BATCH = 4, 64
+# A lane takes its time asleep, so that four ranks on two cores are as fast as on four; local rank 3 becomes slow when it is told to.
+SLOW_MODEL = """
+import os
+import time
+from pathlib import Path
+
+from torch import nn
+
+class Slow(nn.Module):
+    def forward(self, images):
+        slow = os.environ.get("LOCAL_RANK") == "3" and Path(os.environ["SLOW_FILE"]).exists()
+        time.sleep(0.04 if slow else 0.02)
+        return images
+
+def build(channels: int, side: int, num_classes: int) -> nn.Module:
+    return nn.Sequential(Slow(), nn.AvgPool2d(4), nn.Flatten(), nn.Linear(channels * (side // 4) ** 2, num_classes))
+"""
 # A step's time is the median of so many.
 STEPS = 400
 
@@ -56,6 +76,31 @@ def undisturbed(folder: Path, count: int) -> dict[str, list[float]]:
             process = one.start()
             wait_for(one, 20 + STEPS)
             found[name].append(statistics.median(one.gaps(per_epoch=54000 // (RANKS * BATCH))[:STEPS]))
+            process.terminate()
+            process.wait()
+    return found
+
+
+def slowed(folder: Path, count: int) -> dict[str, list[float]]:
+    """The seconds of a step on four ranks of which one has become half as fast, with lanes that move and without, in turn."""
+    found: dict[str, list[float]] = {"elastic": [], "without": []}
+    settings: dict[str, Any] = {"lanes": 16, "elastic": True}
+    ways = {name: Training(folder / name, 20, 6000, 24, 200, world_size=RANKS, **settings) for name in found}
+    for name, one in ways.items():
+        (one.folder / "mine.py").write_text(SLOW_MODEL)
+        values = yaml.safe_load(one.params.read_text()) | {"model": {"name": "mine.py:build"}, "tracking": {"log_every_steps": 8}}
+        values["dist"]["lanes_per_rank"] = "auto" if name == "elastic" else None
+        one.params.write_text(yaml.safe_dump(values))
+    for number in range(count):
+        for name, one in list(ways.items())[:: 1 if number % 2 else -1]:
+            slow = one.folder / "slow"
+            slow.unlink(missing_ok=True)
+            process = one.start(SLOW_FILE=str(slow))
+            wait_for(one, 20)
+            slow.touch()
+            # The lanes have moved by then.
+            wait_for(one, 120)
+            found[name].append(statistics.median(after - before for before, after in pairwise(at for at, _ in one.steps()[60:])))
             process.terminate()
             process.wait()
     return found

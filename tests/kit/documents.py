@@ -87,7 +87,6 @@ ELSEWHERE = {
     "make lock": "nobody: it needs a package index, and its answer changes by the day",
     "make audit": "nobody: it needs a service for vulnerabilities",
     "python -m tests.faults.elastic --seed 1 --events 500": "tests/faults/test_elastic_faults.py, with fewer events",
-    "python -m bench.clients 128 1024": "tests/unit/test_bench_scale.py, with 16",
     "make mutate MODULE=config": "nobody: minutes; the mutants have tests in tests/unit/test_mutants.py",
     "make fuzz": "nobody: its examples are new each time",
     "make setup PYTHON=python3.12": "nobody: it needs another Python; tests/containers/test_other_system.py takes Python 3.13",
