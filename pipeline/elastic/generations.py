@@ -23,7 +23,7 @@ NEWEST, DONE = "generation", "done"
 PATIENCE_SECONDS = 1.0
 # How long ranks are waited for, of which none holds the weights.
 START_SECONDS = 30.0
-LOOK_SECONDS = 0.005
+LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.005, 0.25
 # A rank that has failed to enter so many generations in a row ends.
 MOST_IN_VAIN = 10
 
@@ -99,7 +99,7 @@ class Member:
 
     def next(self, given_up: Callable[[], bool] = lambda: False) -> Generation | None:
         """Return the next generation, once this rank and all others of it have arrived; None if it gives up, or the training is over."""
-        arrived = Generation(self._number, [])
+        arrived, began_at = Generation(self._number, []), self._clock.monotonic()
         while not given_up() and not self._store.get(DONE):
             number: int | None = self._store.get(NEWEST)
             newest = Generation(number, self._store.get(f"{NEWEST}/{number}")) if number is not None else arrived
@@ -112,7 +112,8 @@ class Member:
             complete = arrived.members and self._store.get(f"{NEWEST}/{arrived.number}/arrived") == len(arrived.members)
             if complete and self._is_entered(arrived, True):
                 return self._entering(arrived)
-            self._clock.sleep(LOOK_SECONDS)
+            # The longer it waits, the less often it asks: many ranks would take the store's time.
+            self._clock.sleep(min(LONGEST_LOOK_SECONDS, max(LOOK_SECONDS, (self._clock.monotonic() - began_at) / 10)))
         return None
 
     def _is_entered(self, generation: Generation, wish: bool) -> bool:
