@@ -123,6 +123,8 @@ def evaluating(model: nn.Module) -> Generator[None]:
     try:
         yield
     finally:
+        # A module may do more than set a flag when it is told.
+        model.train(before[model])
         for one, training in before.items():
             one.training = training
 

@@ -189,7 +189,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--events", type=int, default=100)
-    parser.add_argument("--epochs", type=int, help="of the training; null: as many as so many events leave time for")
+    parser.add_argument("--epochs", type=int, help="of the training; by itself as many as there are events")
     wanted = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="lockstep-elastic-"))
     found = campaign(folder, wanted.seed, wanted.events, epochs=wanted.epochs or max(6, wanted.events))
