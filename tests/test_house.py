@@ -123,7 +123,7 @@ def test_no_way_to_favour_a_rank_is_overlooked(source: str) -> None:
 def test_only_these_touch_torch_distributed() -> None:
     found = {name for name, path in NAMES.items() if touches_distributed(path.read_text())}
     inside = {name for name in found if name.startswith("pipeline.parallel.")}
-    others = {"ranks", "training.checkpoint", "cluster.store", "launch.agent", "elastic.agent", "elastic.door"}
+    others = {"ranks", "training.checkpoint", "cluster.store", "launch.agent", "elastic.agent", "elastic.process_groups"}
     assert found - inside <= {f"pipeline.{name}" for name in others}
 
 

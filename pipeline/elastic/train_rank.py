@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pipeline.cluster.store import connect
-from pipeline.elastic.door import Door
 from pipeline.elastic.generations import STORE, Member, name_of
+from pipeline.elastic.process_groups import ProcessGroups
 from pipeline.elastic.training import ElasticTraining
 from pipeline.hardware.network import split
 from pipeline.heartbeat import Heartbeat
@@ -25,14 +25,14 @@ def main(job: Job) -> None:
     train_rank.fix_bits(job.config.dist.threads_per_rank)
     store, name = os.environ[STORE], name_of(os.environ)
     heartbeat = Heartbeat(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent)
-    door = Door(job, name, store, heartbeat)
+    groups = ProcessGroups(job, name, store, heartbeat)
     # The CPUs that a lost rank has left are this one's.
-    work = begin(job, door.outside.device, lambda own: own)
+    work = begin(job, groups.ranks.device, lambda own: own)
     # Kernels are compiled and chosen at their first call: nobody is to wait for that.
     own_seconds = seconds_of(0, work.task, heartbeat, times=1)
     member = Member(connect(*split(store)), name)
     with ThreadPoolExecutor(1) as executor:
-        training = ElasticTraining(work, member, door, executor, own_seconds)
+        training = ElasticTraining(work, member, groups, executor, own_seconds)
         # What is imported stays: whoever leaves a group has its remains collected, and would look through all of torch.
         gc.freeze()
         member.ready()

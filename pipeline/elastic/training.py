@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from pipeline import parallel
 from pipeline.config import PeerError
 from pipeline.elastic.agreement import Agreed, Regroup, Reshare
-from pipeline.elastic.door import Door, LostPeer
 from pipeline.elastic.generations import MOST_IN_VAIN, Generation, Member
 from pipeline.elastic.handover import Handover
+from pipeline.elastic.process_groups import LostPeer, ProcessGroups
 from pipeline.elastic.speeds import Speeds
 from pipeline.files import locked
 from pipeline.heartbeat import FINISHING
@@ -60,10 +60,10 @@ class Redoable(Replicated):
 class ElasticTraining:
     """One rank's training, through any number of generations."""
 
-    def __init__(self, work: Work, member: Member, door: Door, executor: Executor, own_seconds: float):
+    def __init__(self, work: Work, member: Member, groups: ProcessGroups, executor: Executor, own_seconds: float):
         config = work.job.config
-        self._work, self._member, self._door, self._leaving = work, member, door, ExitStack()
-        self._group, self._steps = door.outside, plan(work.job, work.order)
+        self._work, self._member, self._groups, self._leaving = work, member, groups, ExitStack()
+        self._group, self._steps = groups.ranks, plan(work.job, work.order)
         optimizer = schedule.optimizer(config.train, list(work.model.parameters()))
         self._state = State(work.model, optimizer, ema_decay=config.train.ema_decay)
         self._guard = work.guard(self._state, self._group, lambda: self._lanes)
@@ -110,7 +110,7 @@ class ElasticTraining:
 
     def _enter(self, generation: Generation) -> None:
         """Form the group, and come to the step that is next."""
-        self._door.enter(generation)
+        self._groups.enter(generation)
         self._group.on_rank_zero(self._open_journal, None)
         at = self._handover.meet(self._writes)
         self._writes, self._entered_at = self._group.on_rank_zero(lambda: True, False), at.step
@@ -184,10 +184,10 @@ class ElasticTraining:
         if at is not None and at.step > self._entered_at:
             self._in_vain = 0
         self._agreed.forget()
-        groups = self._door.leave()
+        left = self._groups.leave()
         self._drop_strategy()
         # The end of a group waits for what gloo has under way, which may be for ever.
-        threading.Thread(target=groups.clear, daemon=True).start()
+        threading.Thread(target=left.clear, daemon=True).start()
 
     def _drop_strategy(self) -> None:
         # DDP would take part in the backward passes of the next one.

@@ -22,7 +22,7 @@ class LostPeer(RuntimeError):
     """A rank was lost while a group formed."""
 
 
-class Door:
+class ProcessGroups:
     """Enters one group after the other, under one name."""
 
     def __init__(self, job: Job, name: str, store: str, heartbeat: Heartbeat):
@@ -32,7 +32,7 @@ class Door:
         # Sockets that are not the group's, by the kernel's names.
         self._others: set[str] = set()
         # This rank, before it is in a group, and in each of them.
-        self.outside = Ranks(0, 1, torch.device(job.device), None, heartbeat)  # pyright: ignore[reportArgumentType]
+        self.ranks = Ranks(0, 1, torch.device(job.device), None, heartbeat)  # pyright: ignore[reportArgumentType]
 
     def enter(self, generation: Generation) -> None:
         """Enter a generation's group; LostPeer if that cannot be."""
@@ -49,7 +49,7 @@ class Door:
         for one in {dist.group.WORLD, group.control}:
             dist.set_timeout(timeout, one)  # pyright: ignore
         self._heartbeat.set_rank(rank)
-        self.outside.become(group)
+        self.ranks.become(group)
 
     def leave(self) -> list[object]:
         """Leave the group without a word to the others, whose collectives fail; returns what is left of it."""
@@ -62,7 +62,7 @@ class Door:
                         connection.shutdown(socket.SHUT_RDWR)
         if dist.is_initialized():
             dist.destroy_process_group()
-        self.outside.become(Ranks(0, 1, self.outside.device, None, self._heartbeat))  # pyright: ignore[reportArgumentType]
+        self.ranks.become(Ranks(0, 1, self.ranks.device, None, self._heartbeat))  # pyright: ignore[reportArgumentType]
         return found
 
 
