@@ -46,6 +46,11 @@ class Heartbeat:
         self._rank = rank
         self._show(STARTING)
 
+    @property
+    def beats(self) -> int:
+        """A number that changes whenever the rank gets on."""
+        return self._beats
+
     def computing(self, step: int | None = None) -> None:
         """Compute: in this step, or on in the same one."""
         self._step = self._step if step is None else step

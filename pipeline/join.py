@@ -25,6 +25,7 @@ from pipeline.stop_signals import StopRequest, handled_by
 log = logging.getLogger(__name__)
 
 MODULES = {"train": "pipeline.training.train_rank", "evaluate": "pipeline.training.evaluate_rank"}
+ELASTIC = "pipeline.elastic.train_rank"
 # How long a worker waits for its leader to begin.
 LEADER_SECONDS = 600
 
@@ -46,7 +47,7 @@ def run(config: Config, paths: Paths, leader: str) -> int:
         address = wait_for_port(host, port, LEADER_SECONDS, lambda why: log.info(waiting, LEADER_SECONDS, why))
         # A container that was started again has the same name, and takes its old place.
         name = f"{socket.gethostname()}/{os.getpid()}"
-        worker = Worker(name, address, store.connect(host, port), Readiness(paths, prepare.run).check, _runner(host, port))
+        worker = Worker(name, address, store.connect(host, port), Readiness(paths, prepare.run).check, _runner(host, port, name))
         log.info("joined %s", leader)
         try:
             verdict = worker.work()
@@ -58,15 +59,17 @@ def run(config: Config, paths: Paths, leader: str) -> int:
     return 0 if os.environ.get("LOCKSTEP_RESTART", "no") != "no" else verdict
 
 
-def _runner(host: str, port: int) -> RunRanks:
-    """Return the function that runs this machine's ranks of a job, with torchrun's rendezvous at the leader's store."""
+def _runner(host: str, port: int, name: str) -> RunRanks:
+    """Return the function that runs this machine's ranks of a job, which meet the others at the leader's store."""
 
     def run_ranks(offer: JobOffer, job: Job, observer: Observer) -> LaunchResult:
         dist, address = offer.config.dist, own_address(host, port)
         node = Node(
             ranks=dist.world_size // dist.nodes,
             threads=dist.threads_per_rank,
-            nodes=dist.nodes,
+            # The leader is another one, also where the job may have begun without others.
+            nodes=max(dist.nodes, 2),
+            name=name if offer.elastic else "",
             leads=False,
             job_id=offer.id,
             endpoint=endpoint(host, port),
@@ -75,6 +78,6 @@ def _runner(host: str, port: int) -> RunRanks:
         )
         stop = StopRequest()
         with handled_by(stop.on_signal):
-            return supervisor.run(MODULES[offer.stage], job, node, None, observer, stop)
+            return supervisor.run(ELASTIC if offer.elastic else MODULES[offer.stage], job, node, None, observer, stop)
 
     return run_ranks

@@ -17,6 +17,7 @@ from types import FrameType
 
 from pipeline import join
 from pipeline.cluster.environment import ClusterEnvironment, detect, machines
+from pipeline.cluster.membership import Size
 from pipeline.cluster.messages import Clock
 from pipeline.cluster.presence import Presence
 from pipeline.cluster.store import ClusterStore, serve
@@ -24,7 +25,7 @@ from pipeline.config import Config, ConfigError, PeerError
 from pipeline.files import Paths
 from pipeline.hardware.machine import check_writable
 from pipeline.hardware.network import PORT, endpoint, listen
-from pipeline.process_tree import ELASTIC, LEAD_COMMAND, NODES, STOP_FILE, STORE, adopt_orphans, dies_with_parent, wait_for_orphans
+from pipeline.process_tree import LEAD_COMMAND, NODES, SIZE, STOP_FILE, STORE, adopt_orphans, dies_with_parent, wait_for_orphans
 from pipeline.runs.status import STOPPED, StopRequested
 from pipeline.stop_signals import STOP_SIGNALS, handled_by
 from pipeline.timeouts import STORM_SECONDS, ending_seconds
@@ -99,7 +100,7 @@ def _lead_who_is_there(command: "Command", store: ClusterStore, least: int, most
             log.info("%s", error)
             return _say_goodbye(error.exit_code, command, store, nodes)
         log.info("beginning on %d of %s machines", nodes, f"{least} to {most}")
-        command.start(nodes, elastic=True)
+        command.start(nodes, Size(least, most))
         verdict, before = command.end(store), losses
         losses = len(store.since("lost", 0))
         if verdict != PeerError.exit_code or losses == before or command.relay.requested:
@@ -123,11 +124,11 @@ class Command:
         self._words, self._store, self._grace_seconds = words, store, grace_seconds
         self.started_at, self.relay = time.monotonic(), SignalRelay(Path(folder) / "stop-requested")
 
-    def start(self, nodes: int, elastic: bool = False) -> None:
+    def start(self, nodes: int, size: Size | None = None) -> None:
         """Start it on so many machines."""
         variables = os.environ | {STORE: self._store, NODES: str(nodes), STOP_FILE: str(self.relay.stop_file)}
         variables[LEAD_COMMAND] = shlex.join(["python", "-m", "pipeline", *sys.argv[1:]])
-        variables |= {ELASTIC: "1"} if elastic else {}
+        variables |= {SIZE: str(size)} if size else {}
         # A session of its own: signals reach us alone, and we decide what becomes of them.
         self._process = subprocess.Popen(self._words, env=variables, start_new_session=True, preexec_fn=dies_with_parent())
         self.relay.watch(self._process.pid)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
-# How the commands below `lead` know its store, the number of machines, and whether the job begins again with fewer if one is lost.
-STORE, NODES, ELASTIC = "LOCKSTEP_STORE", "LOCKSTEP_NODES", "LOCKSTEP_ELASTIC"
+# How the commands below `lead` know its store, the number of machines, and how few and many there may be where that varies.
+STORE, NODES, SIZE = "LOCKSTEP_STORE", "LOCKSTEP_NODES", "LOCKSTEP_SIZE"
 # A file that is there once `lead` was told to stop.
 STOP_FILE = "LOCKSTEP_STOP_FILE"
 # What a person types to start `lead` again.

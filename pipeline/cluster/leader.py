@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from pipeline.cluster.membership import MultiNode
-from pipeline.cluster.messages import JobOffer, Reply
+from pipeline.cluster.membership import MultiNode, Size
+from pipeline.cluster.messages import LEADER, JobOffer, Reply
 from pipeline.cluster.readiness import bitwise_requirements, gpus_of_ranks
 from pipeline.cluster.signals import on_stop_request
 from pipeline.cluster.store import connect
@@ -17,7 +17,7 @@ from pipeline.config import PeerError
 from pipeline.hardware.network import endpoint, interface, own_address, split
 from pipeline.job import Job
 from pipeline.launch.node import Membership, Node
-from pipeline.process_tree import ELASTIC, STOP_FILE, STORE
+from pipeline.process_tree import SIZE, STOP_FILE, STORE
 from pipeline.runs.status import STOPPED, StopRequested
 
 
@@ -27,9 +27,14 @@ def lead_job(stage: Literal["train", "evaluate"], job: Job, say: Callable[[str],
     dist = job.config.dist
     if STOP_FILE in os.environ and Path(os.environ[STOP_FILE]).exists():
         raise StopRequested("stopped on request before it began")
-    if dist.nodes == 1:
+    size = Size.read(os.environ.get(SIZE))
+    elastic = stage == "train" and job.elastic
+    # Where machines come and go there may be others later.
+    machines = max(dist.nodes, size.most) if elastic else dist.nodes
+    if machines == 1:
         return LedSingleNode(job, host, port)
-    node = Node(dist.world_size // dist.nodes, dist.threads_per_rank, dist.nodes, endpoint=endpoint(host, port))
+    name = LEADER if elastic else ""
+    node = Node(dist.world_size // dist.nodes, dist.threads_per_rank, machines, endpoint=endpoint(host, port), name=name)
     offer = JobOffer(
         id=node.job_id,
         stage=stage,
@@ -41,13 +46,14 @@ def lead_job(stage: Literal["train", "evaluate"], job: Job, say: Callable[[str],
         bitwise_requirements=bitwise_requirements(job),
         gpus=gpus_of_ranks(job.backend, node.ranks),
         until=job.until,
+        elastic=elastic,
     )
 
     def stop() -> NoReturn:
         raise StopRequested("stopped on request while it waited for workers")
 
     with on_stop_request(stop):
-        members = MultiNode(node, offer, connect(host, port), say, elastic=ELASTIC in os.environ)
+        members = MultiNode(node, offer, connect(host, port), say, size=size)
         try:
             members.wait_for_workers(f"{socket.gethostname()}:{port}")
         except StopRequested:

@@ -16,11 +16,37 @@ from pipeline.launch.node import Membership, Node
 COME_SECONDS, ELASTIC_COME_SECONDS = 600, 60
 # A worker without a heartbeat for so long is lost; torchrun's agents use the same limit.
 SILENT_SECONDS = 15
+# Of one whose ranks may come back, the next one takes the place earlier.
+ELASTIC_SILENT_SECONDS = 5
 # torchrun compares wall clocks for its keep-alives. A clock is behind if so many heartbeats say so: one may be late.
 CLOCK_SECONDS, CLOCK_HEARTBEATS = 5, 3
 # Between two looks at the workers the leader itself was stopped, if more time has passed.
 OWN_SLEEP_SECONDS = 5
 POLL_SECONDS, REVIEW_SECONDS = 0.1, 1
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many machines a job needs, and how many it takes, where that may change."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def read(cls, said: str | None) -> "Size":
+        """Read what `lead` tells the commands below it."""
+        return cls(*map(int, said.split(":"))) if said else ALL
+
+    @property
+    def varies(self) -> bool:
+        return self.least < self.most
+
+    def __str__(self) -> str:
+        return f"{self.least}:{self.most}"
+
+
+# Exactly as many as params.yaml says.
+ALL = Size(1, 1)
 
 
 @dataclass
@@ -54,15 +80,18 @@ class WorkerState:
 
 
 class MultiNode(Membership):
-    """The membership of a job on several machines: admits exactly as many workers as it needs, the others are spares."""
+    """The membership of a job on several machines: admits exactly as many workers as it needs, the others are spares.
 
-    def __init__(
-        self, node: Node, offer: JobOffer, store: ClusterStore, say: Callable[[str], None], clock: Clock = time, elastic: bool = False
-    ):
+    Of a job whose ranks go on without those of other machines, workers come and go while it runs, and it takes all it has work for.
+    """
+
+    def __init__(self, node: Node, offer: JobOffer, store: ClusterStore, say: Callable[[str], None], clock: Clock = time, size: Size = ALL):
         super().__init__(node)
-        self._elastic, self._come_seconds = elastic, ELASTIC_COME_SECONDS if elastic else COME_SECONDS
+        self._begins_again, self._come_seconds = size.varies, ELASTIC_COME_SECONDS if size.varies else COME_SECONDS
         self.leaving, self.replies = False, list[Reply]()
-        self._wanted, self._id, self._gpus = node.nodes - 1, offer.id, frozenset(offer.gpus)
+        self._wanted, self._id, self._gpus = offer.config.dist.nodes - 1, offer.id, frozenset(offer.gpus)
+        self._least, self._most = (size.least - 1, max(size.most - 1, self._wanted)) if offer.elastic else (self._wanted, self._wanted)
+        self._elastic, self._silent_seconds = offer.elastic, ELASTIC_SILENT_SECONDS if offer.elastic else SILENT_SECONDS
         self._sharing: set[str] = set()
         self._store, self._say, self._clock = store, say, clock
         self._num_failures, self._num_leaving, self._began, self._job_ended = 0, 0, False, False
@@ -113,16 +142,23 @@ class MultiNode(Membership):
                 # torchrun compares wall clocks, and would take this machine for dead.
                 refusals.append(f"{state.host}: its clock is {state.ahead_seconds:.0f} s off; set both clocks, such as by NTP")
                 del self._workers[worker]
-        alive = [worker for worker, state in self._workers.items() if now - state.seen_at < SILENT_SECONDS]
+        alive = [worker for worker, state in self._workers.items() if now - state.seen_at < self._silent_seconds]
         members = [worker for worker in self._admitted if worker in alive]
         candidates = [worker for worker in alive if worker not in members and self._workers[worker].clock_agrees]
         for worker in candidates:
-            if len(members) < self._wanted and not self._shares_a_gpu(worker, members):
+            if len(members) < self._most and not self._shares_a_gpu(worker, members):
                 members.append(worker)
         if members != self._admitted:
+            self._tell(set(self._admitted) - set(members), "is lost; the others go on")
+            self._tell(set(members) - set(self._admitted), "takes part from now on")
             self._admitted = members
             self._store.put(f"{self._id}/members", members)
         return refusals
+
+    def _tell(self, workers: set[str], what: str) -> None:
+        """Say what becomes of workers of a job that goes on."""
+        for worker in sorted(workers) if self._elastic and self._began else ():
+            self._say(f"machine {worker} {what}")
 
     def _shares_a_gpu(self, worker: str, members: list[str]) -> bool:
         """Return whether a worker has a GPU of the leader's or of a member's, which nccl does not see in containers, and say so once."""
@@ -135,11 +171,15 @@ class MultiNode(Membership):
         return with_whom is not None
 
     def _read_leaving(self) -> None:
-        """Forget workers that were told to stop; if one takes part, the whole job is to stop."""
+        """Forget workers that were told to stop; if one takes part, the whole job is to stop, or goes on without it."""
         names = self._store.since(f"{self._id}/leaving", self._num_leaving)
         self._num_leaving += len(names)
         for name in names:
             self._workers.pop(name, None)
+            if self._elastic and name in self._admitted:
+                self._tell({name}, "leaves on request; the others go on")
+                self._admitted = [one for one in self._admitted if one != name]
+                self._store.put(f"{self._id}/members", self._admitted)
             self.leaving |= self._began and name in self._admitted
 
     def _read_replies(self) -> list[str]:
@@ -170,10 +210,10 @@ class MultiNode(Membership):
 
     def _lost_for_good(self) -> list[Failure]:
         """Return the failure of a job that is to begin again with fewer machines: one is lost, and no spare is there."""
-        if not self._elastic or not self._began or len(self._admitted) == self._wanted:
+        if not self._begins_again or not self._began or len(self._admitted) >= self._least:
             return []
-        self._elastic = False
-        self._store.append("lost", self._wanted - len(self._admitted))
+        self._begins_again = False
+        self._store.append("lost", self._least - len(self._admitted))
         hosts = sorted(state.host for worker, state in self._workers.items() if worker not in self._admitted)
         return [Failure(None, PeerError.exit_code, f"worker {', '.join(hosts)} is lost", 0)]
 

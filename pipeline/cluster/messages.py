@@ -6,6 +6,9 @@ from pydantic import BaseModel, ConfigDict
 
 from pipeline.config import Config
 
+# The leader's name among machines that come and go; a worker's has a slash.
+LEADER = "leader"
+
 
 class JobOffer(BaseModel):
     """A leader's offer of a job to workers: all that defines it except where their files are."""
@@ -24,6 +27,8 @@ class JobOffer(BaseModel):
     gpus: list[str] = []
     # The step at which the job stops, where that is before its end.
     until: int | None = None
+    # Whether its ranks go on when others are lost.
+    elastic: bool = False
 
 
 class Reply(BaseModel):

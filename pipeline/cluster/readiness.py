@@ -61,6 +61,8 @@ class Readiness:
                 found["first_weights"] = first_weights(offer.config, self._paths.root)
             job = job.model_copy(update=found)
             own = bitwise_requirements(job) | {"device and backend": f"{placed.device}, {placed.backend}"}
+            if offer.elastic and job.why_not_elastic:
+                return job, f"dist.elastic: {job.why_not_elastic}"
         except (ConfigError, DataError, MachineError, OSError) as error:
             return job, str(error)
         different = [

@@ -104,16 +104,16 @@ def serve(host: str, port: int, listening: socket.socket) -> ClusterStore:
     return _open(host, port, listening.detach())
 
 
-def connect(host: str, port: int) -> ClusterStore:
-    """Return a leader's store."""
-    return _open(host, port, None)
+def connect(host: str, port: int, job: str = "") -> ClusterStore:
+    """Return a leader's store, or one job's part of it."""
+    return _open(host, port, None, job)
 
 
-def _open(host: str, port: int, descriptor: int | None) -> ClusterStore:
+def _open(host: str, port: int, descriptor: int | None, job: str = "") -> ClusterStore:
     # Silences c10d's warning for host names without an IPv6 address.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Only here: importing torch takes seconds.
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     timeout, where = timedelta(seconds=TIMEOUT_SECONDS), endpoint(host, port)
     try:
@@ -121,7 +121,7 @@ def _open(host: str, port: int, descriptor: int | None) -> ClusterStore:
     except RuntimeError:
         raise PeerError(f"{where}: something answers, but it is no leader; is the port right?") from None
     _limit_silence(port)
-    return ClusterStore(store, where)
+    return ClusterStore(PrefixStore(job, store) if job else store, where)
 
 
 def _limit_silence(port: int) -> None:

@@ -139,6 +139,8 @@ class Worker:
             # Ranks that were not yet in their loop, or not any more, could not agree on it.
             with contextlib.suppress(PeerError):
                 self._store.append(f"{offer.id}/leaving", self._name)
+            if offer.elastic and not self._has_ended(offer):
+                raise StopRequested("left on request; the others go on")
         return not reporter.was_over
 
     def _wait_for_end(self, offer: JobOffer) -> None:

@@ -2,10 +2,13 @@
 
 # pyright: reportIncompatibleVariableOverride=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 
+import contextlib
+import itertools
 import os
 import select
 import sys
 import threading
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,22 @@ from torch.distributed.elastic.agent.server import WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
-from pipeline.cluster.store import serve
-from pipeline.elastic.generations import DONE, INCARNATION, STORE, Coordinator, name_of
-from pipeline.hardware.network import listen
+from pipeline import job as jobs
+from pipeline.cluster.store import ClusterStore, connect, serve
+from pipeline.config import PeerError
+from pipeline.elastic.generations import (
+    DONE,
+    HEARTBEAT_SECONDS,
+    INCARNATION,
+    LEADER,
+    MACHINE,
+    STORE,
+    Coordinator,
+    heartbeat_of,
+    lost,
+    name_of,
+)
+from pipeline.hardware.network import listen, split
 from pipeline.launch.agent import Agent, main, report
 
 HOST = "127.0.0.1"
@@ -26,44 +42,64 @@ BUSY_LOOKS = 500
 
 
 class ElasticAgent(Agent):
-    """Keeps this machine's ranks running, one by one, and announces who makes up the group."""
+    """Keeps this machine's ranks running, one by one; the leader's also announces who makes up the group."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        listening = listen(0, HOST)
-        port = listening.getsockname()[1]
-        os.environ[STORE] = f"{HOST}:{port}"
-        self._announced = serve(HOST, port, listening)
-        wanted = worker_group.spec.local_world_size
-        self._coordinator = Coordinator(self._announced, wanted, wanted)
+        spec = worker_group.spec
+        job = spec.rdzv_handler.get_run_id()
+        if STORE not in os.environ:
+            listening = listen(0, HOST)
+            port = listening.getsockname()[1]
+            os.environ[STORE] = f"{HOST}:{port}"
+            # Nobody else's: it ends with this process.
+            self._served = serve(HOST, port, listening)
+        self._store = connect(*split(os.environ[STORE]), job)
+        # Another agent of this machine and job may have been before.
+        os.environ[INCARNATION] = self._incarnation = uuid.uuid4().hex[:8]
         self._watched: dict[int, str] = {}
         self._num_lost = 0
         pids = super()._start_workers(worker_group)
         for local, pid in pids.items():
-            self._watch(pid, name_of({"LOCAL_RANK": str(local)}))
-        threading.Thread(target=self._coordinate, daemon=True).start()
+            self._watch(pid, name_of(os.environ | {"LOCAL_RANK": str(local)}))
+        machine = os.environ.get(MACHINE, LEADER)
+        dist = jobs.read(Path(spec.args[-1])).config.dist
+        # More ranks than lanes have nothing to compute.
+        coordinator = Coordinator(self._store, dist.world_size, dist.pieces) if machine == LEADER else None
+        threading.Thread(target=self._coordinate, args=(coordinator, self._store, machine), daemon=True).start()
         return pids
 
     def _watch(self, pid: int, name: str) -> None:
         try:
             self._watched[os.pidfd_open(pid)] = name
         except ProcessLookupError:
-            self._coordinator.lost(name)
+            lost(self._store, name)
 
-    def _coordinate(self) -> None:
-        """Announce generations until this process ends: also while ranks save and stop."""
-        busy = BUSY_LOOKS
-        while True:
-            ended, _, _ = select.select(list(self._watched), [], [], BUSY_SECONDS if busy else IDLE_SECONDS)
-            for descriptor in ended:
-                self._coordinator.lost(self._watched.pop(descriptor))
-                os.close(descriptor)
-            busy = BUSY_LOOKS if self._coordinator.look() or ended else max(busy - 1, 0)
+    def _coordinate(self, coordinator: Coordinator | None, store: ClusterStore, machine: str) -> None:
+        """Tell which ranks are lost, and announce generations, until this process ends: also while ranks save and stop."""
+        busy, seconds = BUSY_LOOKS, IDLE_SECONDS if coordinator else HEARTBEAT_SECONDS
+        # Where the store is gone, this machine is about to be told to stop.
+        with contextlib.suppress(PeerError):
+            for number in itertools.count():
+                ended, _, _ = select.select(list(self._watched), [], [], BUSY_SECONDS if busy and coordinator else seconds)
+                for descriptor in ended:
+                    lost(store, self._watched.pop(descriptor))
+                    os.close(descriptor)
+                if coordinator:
+                    busy = BUSY_LOOKS if coordinator.look() or ended else max(busy - 1, 0)
+                else:
+                    store.put(heartbeat_of(machine), number)
+
+    def _is_done(self) -> bool:
+        try:
+            return bool(self._store.get(DONE))
+        except PeerError:
+            return True
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._pcontext is not None
         running = self._pcontext.subprocess_handlers
         codes = {local: handler.proc.poll() for local, handler in running.items()}
-        over = any(code is not None for code in codes.values()) and bool(self._announced.get(DONE))
+        over = any(code is not None for code in codes.values()) and self._is_done()
         for local, code in codes.items():
             # Also one that was told to stop by itself, before it was in a group.
             if code is not None and not over:
@@ -83,7 +119,7 @@ class ElasticAgent(Agent):
         (folder / str(local)).mkdir()
         # Each has a cause of its own.
         report("failed", attempt=self._num_lost, exit_codes={local: code}, folder=str(kept))
-        context.envs[local][INCARNATION] = str(self._num_lost)
+        context.envs[local][INCARNATION] = f"{self._incarnation}.{self._num_lost}"
         context.subprocess_handlers[local] = get_subprocess_handler(
             entrypoint=context.entrypoint,
             args=context.args[local],
@@ -94,7 +130,7 @@ class ElasticAgent(Agent):
         )
         pid = context.subprocess_handlers[local].proc.pid
         worker_group.workers[local].id = pid
-        self._watch(pid, name_of(context.envs[local]))
+        self._watch(pid, name_of(os.environ | context.envs[local]))
         # What ends the job later has another cause.
         report("started", attempt=self._logs.attempt, folder=self._logs.folder)
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 from pipeline.config import PeerError
+from pipeline.elastic.generations import Member
 from pipeline.ranks import Ranks
 from pipeline.training.stopping import Stop
 
@@ -24,17 +25,18 @@ class Reshare(Exception):
 class Agreed(Stop):
     """What ranks agree on between two steps: to stop, to enter a newer generation, or to share the lanes out anew."""
 
-    def __init__(self, ranks: Ranks, alarm_seconds: int, is_outdated: Callable[[], bool]):
+    def __init__(self, ranks: Ranks, alarm_seconds: int, member: Member, leads: bool):
         super().__init__(ranks, alarm_seconds)
-        self._is_outdated, self._looked_at = is_outdated, -LOOK_SECONDS
+        # A signal stops the training on the leader; another machine's ranks leave it, and the others go on.
+        self._member, self._leads, self._is_leaving = member, leads, False
+        self._looked_at = -LOOK_SECONDS
         self._wait: Callable[[], int] | None = None
         # Set, on all ranks alike, where other shares of the lanes would be faster.
         self.reshares = False
 
-    @property
-    def asked(self) -> bool:
-        """True once a signal has asked this rank to stop."""
-        return self._asked
+    def gives_up(self, has_weights: bool) -> bool:
+        """True between two groups if a signal has asked this rank to stop, or to leave, and it has nothing that is worth saving."""
+        return self._asked and (not self._leads or not has_weights)
 
     def agreed(self) -> bool:
         """Return True if all ranks stop here; raises Regroup or Reshare, on all ranks, if they do that instead."""
@@ -51,8 +53,12 @@ class Agreed(Stop):
         if reshares and answer == NOTHING:
             self.reshares = False
             raise Reshare
+        if self._asked and not self._leads and not self._is_leaving:
+            self._is_leaving = True
+            with contextlib.suppress(PeerError):
+                self._member.leave()
         outdated = self._ranks.on_rank_zero(self._look, False)
-        self._wait = self._ranks.start_maximum(STOP if self._asked else REGROUP if outdated else NOTHING)
+        self._wait = self._ranks.start_maximum(STOP if self._asked and self._leads else REGROUP if outdated else NOTHING)
         return answer == STOP
 
     def _look(self) -> bool:
@@ -63,7 +69,7 @@ class Agreed(Stop):
         self._looked_at = now
         # Without the agent there is no newer one, and this rank is about to be told to stop.
         with contextlib.suppress(PeerError):
-            return self._is_outdated()
+            return self._member.is_outdated()
         return False
 
     def forget(self) -> None:

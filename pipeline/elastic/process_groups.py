@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,12 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pipeline.elastic.generations import Generation
+from pipeline.elastic.generations import LEADER, Generation, machine_of
 from pipeline.hardware.network import split
 from pipeline.heartbeat import Heartbeat
 from pipeline.job import Job
 from pipeline.ranks import Ranks, Rendezvous, init_group
 from pipeline.timeouts import FORMING_SECONDS, collective_seconds
+
+# The number of a group that is none.
+OUTSIDE = -1
 
 
 class LostPeer(RuntimeError):
@@ -28,11 +32,19 @@ class ProcessGroups:
     def __init__(self, job: Job, name: str, store: str, heartbeat: Heartbeat):
         self._job, self._name, self._heartbeat = job, name, heartbeat
         host, port = split(store)
-        self._store = dist.TCPStore(host, port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
+        store_of_all = dist.TCPStore(host, port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
+        self._store = PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], store_of_all)
+        # Who shuts the sockets of a group from another thread does not shut those of the next one.
+        self._lock, self.number = threading.Lock(), OUTSIDE
         # Sockets that are not the group's, by the kernel's names.
         self._others: set[str] = set()
         # This rank, before it is in a group, and in each of them.
         self.ranks = Ranks(0, 1, torch.device(job.device), None, heartbeat)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def on_leader(self) -> bool:
+        """True if this rank runs beside the journal and the checkpoints."""
+        return machine_of(self._name) == LEADER
 
     def enter(self, generation: Generation) -> None:
         """Enter a generation's group; LostPeer if that cannot be."""
@@ -40,9 +52,11 @@ class ProcessGroups:
         rank, size = generation.members.index(self._name), len(generation.members)
         # torch numbers groups, also one that did not come about here; its number is part of the keys under which ranks meet.
         dist.distributed_c10d._world.group_count = 0  # pyright: ignore[reportPrivateUsage]
-        self._others = set(sockets().values())
+        with self._lock:
+            self._others, self.number = set(sockets().values()), generation.number
+        info = Rendezvous(store, rank, size, self._heartbeat, self.on_leader)
         try:
-            group = init_group(self._job.device, self._job.backend, Rendezvous(store, rank, size, self._heartbeat), FORMING_SECONDS)
+            group = init_group(self._job.device, self._job.backend, info, FORMING_SECONDS)
         except RuntimeError as error:
             raise LostPeer(str(error)) from error
         timeout = timedelta(seconds=collective_seconds(self._job.config.dist.timeout_seconds))
@@ -54,16 +68,22 @@ class ProcessGroups:
     def leave(self) -> list[object]:
         """Leave the group without a word to the others, whose collectives fail; returns what is left of it."""
         found = list[object](dist.distributed_c10d._world.pg_map)  # pyright: ignore[reportPrivateUsage]
-        for descriptor, name in sockets().items():
-            if name not in self._others:
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                    # gloo ends the process if it cannot listen any more.
-                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        connection.shutdown(socket.SHUT_RDWR)
+        self.shut(self.number)
+        self.number = OUTSIDE
         if dist.is_initialized():
             dist.destroy_process_group()
         self.ranks.become(Ranks(0, 1, self.ranks.device, None, self._heartbeat))  # pyright: ignore[reportArgumentType]
         return found
+
+    def shut(self, number: int) -> None:
+        """Let all collectives of a generation's group fail, from whatever thread; nothing, once another generation is entered."""
+        with self._lock:
+            for descriptor, name in sockets().items() if number == self.number else ():
+                if name not in self._others:
+                    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                        # gloo ends the process if it cannot listen any more.
+                        if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                            connection.shutdown(socket.SHUT_RDWR)
 
 
 def sockets() -> dict[int, str]:

@@ -3,11 +3,13 @@
 import gc
 import logging
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pipeline.cluster.store import connect
 from pipeline.elastic.generations import STORE, Member, name_of
+from pipeline.elastic.lookout import Lookout
 from pipeline.elastic.process_groups import ProcessGroups
 from pipeline.elastic.training import ElasticTraining
 from pipeline.hardware.network import split
@@ -30,7 +32,8 @@ def main(job: Job) -> None:
     work = begin(job, groups.ranks.device, lambda own: own)
     # Kernels are compiled and chosen at their first call: nobody is to wait for that.
     own_seconds = seconds_of(0, work.task, heartbeat, times=1)
-    member = Member(connect(*split(store)), name)
+    member = Member(connect(*split(store), os.environ["TORCHELASTIC_RUN_ID"]), name)
+    threading.Thread(target=Lookout(member, groups, heartbeat).run, daemon=True).start()
     with ThreadPoolExecutor(1) as executor:
         training = ElasticTraining(work, member, groups, executor, own_seconds)
         # What is imported stays: whoever leaves a group has its remains collected, and would look through all of torch.

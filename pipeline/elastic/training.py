@@ -4,6 +4,7 @@ import contextlib
 import gc
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from pipeline import parallel
 from pipeline.config import PeerError
 from pipeline.elastic.agreement import Agreed, Regroup, Reshare
-from pipeline.elastic.generations import MOST_IN_VAIN, Generation, Member
+from pipeline.elastic.generations import MOST_IN_VAIN, Generation, Member, machine_of
 from pipeline.elastic.handover import Handover
 from pipeline.elastic.process_groups import LostPeer, ProcessGroups
 from pipeline.elastic.speeds import Speeds
@@ -69,7 +70,7 @@ class ElasticTraining:
         self._guard = work.guard(self._state, self._group, lambda: self._lanes)
         self._checkpoints = work.checkpoints(self._group, executor)
         self._checkpoints.awaits_best = True
-        self._agreed = Agreed(self._group, alarm_seconds(config.dist.grace_seconds), member.is_outdated)
+        self._agreed = Agreed(self._group, alarm_seconds(config.dist.grace_seconds), member, groups.on_leader)
         self._handover = Handover(self._state, self._guard, self._checkpoints, self._group)
         self._journal: Writer = Silent()
         # Whether this rank has taken over journal and checkpoints; at which step it came into its group.
@@ -79,7 +80,7 @@ class ElasticTraining:
 
     def run(self) -> None:
         """Train until it is over, or until this rank is asked to stop and has nothing that is worth saving."""
-        while (generation := self._member.next(lambda: self._agreed.asked and self._handover.at is None)) is not None:
+        while (generation := self._member.next(lambda: self._agreed.gives_up(self._handover.at is not None))) is not None:
             try:
                 self._enter(generation)
                 while not self._trained():
@@ -115,7 +116,8 @@ class ElasticTraining:
         at = self._handover.meet(self._writes)
         self._writes, self._entered_at = self._group.on_rank_zero(lambda: True, False), at.step
         log.info("generation %d: rank %d of %d goes on at step %d", generation.number, self._group.rank, self._group.size, at.step)
-        self._journal.event(RANKS, step=at.step, ranks=self._group.size, generation=generation.number)
+        machines = Counter(machine_of(name) for name in generation.members)
+        self._journal.event(RANKS, step=at.step, ranks=self._group.size, generation=generation.number, machines=dict(machines))
         self._journal.metrics({"system/ranks": float(self._group.size)}, at.step)
 
     def _open_journal(self) -> None:

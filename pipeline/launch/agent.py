@@ -40,8 +40,7 @@ AGENT = "LOCKSTEP_AGENT"
 class AttemptLogs(DefaultLogsSpecs):
     """A folder of its own for every start: torchrun counts failures alone, and empties the folder on a change of membership."""
 
-    attempt = -1
-    folder = ""
+    attempt, folder = -1, ""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Number the start and make its folders."""

@@ -15,12 +15,14 @@ MAX_RESTARTS = 1_000_000
 
 def command(module: str, node: Node, dist: Dist, logs: Path) -> list[str]:
     """Return torchrun's arguments, for its agent as extended here."""
+    kind = "elastic" if module.startswith("pipeline.elastic.") else "launch"
+    nodes, where = (1, "127.0.0.1:0") if kind == "elastic" else (node.nodes, node.endpoint)
     return [
-        *(sys.executable, "-m", f"pipeline.{'elastic' if module.startswith('pipeline.elastic.') else 'launch'}.agent"),
-        *(f"--nnodes={node.nodes}", f"--nproc-per-node={node.ranks}", f"--local-addr={node.address}"),
+        *(sys.executable, "-m", f"pipeline.{kind}.agent"),
+        *(f"--nnodes={nodes}", f"--nproc-per-node={node.ranks}", f"--local-addr={node.address}"),
         # The id keeps two jobs apart. With several machines the store is the leader's, who keeps it through all of a job.
-        *("--rdzv-backend=c10d", f"--rdzv-endpoint={node.endpoint}", f"--rdzv-id={node.job_id}"),
-        f"--rdzv-conf=is_host={str(node.nodes == 1).lower()},join_timeout={RETURN_SECONDS}",
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint={where}", f"--rdzv-id={node.job_id}"),
+        f"--rdzv-conf=is_host={str(nodes == 1).lower()},join_timeout={RETURN_SECONDS}",
         *(f"--max-restarts={MAX_RESTARTS}", f"--shutdown-timeout={dist.grace_seconds}", f"--start-method={dist.start_method}"),
         *(f"--log-dir={logs}", "--redirects=3"),
         *("-m", module, str(logs / "job.json")),
@@ -41,5 +43,6 @@ def environment(node: Node) -> dict[str, str]:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "LOCKSTEP_LEADS": str(int(node.leads)),
         }
+        | ({"LOCKSTEP_MACHINE": node.name, "LOCKSTEP_GENERATIONS": node.endpoint} if node.name else {})
         | ({} if node.gpus is None else {"CUDA_VISIBLE_DEVICES": node.gpus})
     )

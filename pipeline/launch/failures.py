@@ -114,10 +114,8 @@ def _written(path: Path) -> str:
 
 def exit_reasons(folder: Path | None, ranks: int) -> list[Failure]:
     """Return what the ranks of an attempt have written of their own end."""
-    if folder is None:
-        return []
-    attempt = int(folder.name.partition("_")[2])
-    found = [snapshot for local in range(ranks) if (snapshot := heartbeat.read(folder / str(local)))]
+    attempt = int(folder.name.partition("_")[2]) if folder else 0
+    found = [snapshot for local in range(ranks) if folder and (snapshot := heartbeat.read(folder / str(local)))]
     return [Failure(one.rank, one.exit_code, one.exit_reason, attempt, one.step) for one in found if one.exit_code]
 
 

@@ -22,6 +22,8 @@ class Node:
     interface: str = "lo"
     # CUDA_VISIBLE_DEVICES of its ranks, where it is not this process's.
     gpus: str | None = None
+    # Its name, where machines come and go.
+    name: str = ""
 
     @classmethod
     def alone(cls, job: Job, gpus: str | None = None) -> "Node":

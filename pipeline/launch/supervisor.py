@@ -102,8 +102,7 @@ class Supervisor:
         self._process, self._pipe = agent
         self._fork_server = 0
         self._node, self._watchdog, self._stop, self._observer = node, watchdog, stop, observer
-        self._unread = b""
-        self._report_due = math.inf
+        self._unread, self._report_due = b"", math.inf
         self.result = LaunchResult()
         # The newest attempt's folder, and whether a failure of it is known.
         self.folder: Path | None = None

@@ -31,9 +31,8 @@ class Watchdog:
         self._logs, self._ranks, self._others, self._limit, self._say = logs, ranks, others, limit_seconds, say
         self._checked_at = self._changed_at = self._complete_at = self._window_at = time.monotonic()
         self._folder: Path | None = None
-        self._seen: dict[int, Snapshot] = {}
+        self._seen, self._alive = dict[int, Snapshot](), dict[int, Snapshot]()
         self._warned_of_idle, self._warned_of_slow, self._hung_attempt = False, False, -1
-        self._alive: dict[int, Snapshot] = {}
         self._waited_for: dict[int, float] = {}
         self._oom_kills, self._oom_killed_at = oom_kills(), -60.0
 

@@ -5,14 +5,18 @@ another has seen it end: so survivors may be a step apart, as they may with gloo
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from pipeline.cluster.messages import LEADER
 from pipeline.cluster.store import ClusterStore
-from pipeline.elastic.generations import DONE, Coordinator, Generation, Member
+from pipeline.elastic.generations import DONE, WORKERS, Coordinator, Generation, Member, heartbeat_of, lost, machine_of
 from tests.kit.simulation import QUANTUM_SECONDS, Killed, Process, SimulatedClock, SimulatedServer, SimulatedStore, World
 
 TOTAL, PER_CHECKPOINT = 6, 3
+# When a machine is taken for lost, and when another one comes in its place.
+SILENT_SECONDS, NEXT_SECONDS = 5, 8
 
 
 class Lost(Exception):
@@ -27,69 +31,129 @@ class Group:
         self._came: dict[Any, dict[str, Any]] = {}
         self.left: set[str] = set()
 
-    def collective(self, process: Process, name: str, which: Any, value: Any = None) -> dict[str, Any]:
+    def collective(self, process: Process, member: Member, name: str, which: Any, value: Any = None) -> dict[str, Any]:
         """Return what all members brought, once all have come."""
-        came = self._came.setdefault(which, {})
+        came, began_at = self._came.setdefault(which, {}), self._job.world.now
         came[name] = value
         while True:
             process.sleep(QUANTUM_SECONDS)
             if self.left or not all(self._job.lives(one) for one in self.generation.members):
                 raise Lost
+            if self._job.world.now > began_at + 3 and (found := member.waits_in_vain()) and found[1]:
+                # What Lookout does.
+                raise Lost
             if len(came) == len(self.generation.members):
                 return came
 
 
-class Job:
-    """A coordinator, ranks that are started again, and what happens to them."""
+@dataclass
+class Machine:
+    """One agent and its ranks."""
 
-    def __init__(self, world: World, ranks: int):
-        self.world, self.wanted = world, ranks
+    name: str
+    num_ranks: int
+    agent: Process | None = None
+    ranks: list[str] = field(default_factory=list)
+    # It was told to stop; it was silent at some time.
+    leaves: bool = False
+    was_silent: bool = False
+
+
+class Job:
+    """A coordinator, ranks that are started again, machines that come and go, and what happens to them."""
+
+    def __init__(self, world: World, ranks: int, workers: int = 0):
+        self.world, self.wanted = world, ranks * (1 + workers)
+        self.machines: dict[str, Machine] = {}
         self.server = SimulatedServer(lambda key, value: None)
         self.groups: dict[int, Group] = {}
         self.ranks: dict[str, Process] = {}
         # The step that each rank holds the weights of.
         self.held: dict[str, int | None] = {}
+        self.told: dict[str, bool] = {}
         self.checkpoint, self.writer = 0, ""
         self.faults: list[tuple[float, str, str]] = []
         world.act = self.fault
-        self.agent = world.start("agent", self._agent)
-        for _ in range(ranks):
-            self._start()
+        for number in range(1 + workers):
+            self._come(LEADER if number == 0 else f"worker/{number}", ranks)
+        if workers:
+            world.start("stage", self._admit)
 
     def lives(self, name: str) -> bool:
         return self.ranks[name].alive
+
+    def counts(self, name: str) -> bool:
+        """Whether a rank is one that the others have to know of."""
+        return self.lives(name) and not self.machines[machine_of(name)].was_silent
 
     def violated(self, what: str) -> None:
         self.world.violations.append(f"{what} at {self.world.now:.0f} s, after {self.faults}")
 
     # -- processes
 
-    def _start(self) -> None:
-        name = f"rank-{len(self.ranks)}"
+    def _come(self, name: str, num_ranks: int, in_seconds: float = 0) -> None:
+        """A machine comes; the stage is to let it in before its ranks start."""
+        machine = self.machines[name] = Machine(name, num_ranks)
+        machine.agent = self.world.start(f"agent of {name}", lambda process: self._agent(process, machine), self.world.now + in_seconds)
+
+    def _start(self, machine: Machine) -> None:
+        name = f"{machine.name}:{len(self.ranks)}"
         self.held[name] = None
+        machine.ranks.append(name)
         self.ranks[name] = self.world.start(name, lambda process: self._rank(process, name), self.world.now + 1)
 
-    def _agent(self, process: Process) -> None:
-        """Announces generations, and starts again who is lost."""
+    def is_there(self, machine: Machine, process: Process) -> bool:
+        agent = machine.agent
+        assert agent is not None
+        return agent.alive and agent.wakes_at < self.world.now + SILENT_SECONDS and not machine.leaves
+
+    def _admit(self, process: Process) -> None:
+        """What the leader's stage does."""
+        store, admitted = ClusterStore(SimulatedStore(self.server, process), "stage"), list[str]()
+        while not store.get(DONE):
+            there = [one.name for one in self.machines.values() if one.name != LEADER and self.is_there(one, process)]
+            if there != admitted:
+                admitted = there
+                store.put(WORKERS, admitted)
+            process.sleep(QUANTUM_SECONDS)
+
+    def _agent(self, process: Process, machine: Machine) -> None:
+        """Starts again who is lost; the leader's announces generations."""
         store = ClusterStore(SimulatedStore(self.server, process), "agent")
-        coordinator, gone = Coordinator(store, self.wanted, self.wanted, SimulatedClock(process)), set[str]()
-        while any(one.alive for one in self.ranks.values()) or not store.get(DONE):
-            for name in [name for name, one in self.ranks.items() if not one.alive and name not in gone]:
+        leads, gone = machine.name == LEADER, set[str]()
+        coordinator = Coordinator(store, self.wanted, self.wanted, SimulatedClock(process)) if leads else None
+        while not leads and machine.name not in (store.get(WORKERS) or []):
+            if store.get(DONE):
+                return
+            process.sleep(QUANTUM_SECONDS)
+        for _ in range(machine.num_ranks):
+            self._start(machine)
+        while any(self.lives(name) for name in machine.ranks) or not (store.get(DONE) or machine.leaves):
+            for name in [name for name in machine.ranks if not self.lives(name) and name not in gone]:
                 gone.add(name)
-                coordinator.lost(name)
-                if not store.get(DONE):
-                    self._start()
-            coordinator.look()
+                lost(store, name)
+                if not store.get(DONE) and not machine.leaves:
+                    self._start(machine)
+            if coordinator:
+                coordinator.look()
+            elif not machine.leaves and not store.get(DONE) and machine.name not in store.get(WORKERS):
+                # Others do it; this machine may be needed again.
+                self.kill(*machine.ranks)
+                self._come(f"{machine.name}'", machine.num_ranks)
+                return
+            else:
+                store.put(heartbeat_of(machine.name), self.world.now)
             process.sleep(QUANTUM_SECONDS)
 
     def _rank(self, process: Process, name: str) -> None:
         clock = SimulatedClock(process)
         member = Member(ClusterStore(SimulatedStore(self.server, process), "agent"), name, clock)
+        machine = self.machines[machine_of(name)]
         member.ready()
-        while (generation := member.next()) is not None:
+        while (generation := member.next(lambda: machine.leaves)) is not None:
             group = self.groups.setdefault(generation.number, Group(self, generation))
             try:
-                self._meet(process, name, group)
+                self._meet(process, member, name, group)
                 if self._train(process, name, group, member):
                     return
             except Lost:
@@ -97,21 +161,21 @@ class Job:
                 member.failed()
             group.left.add(name)
 
-    def _meet(self, process: Process, name: str, group: Group) -> None:
+    def _meet(self, process: Process, member: Member, name: str, group: Group) -> None:
         """What Handover does."""
-        group.collective(process, name, "form")
-        steps = group.collective(process, name, "steps", self.held[name])
+        group.collective(process, member, name, "form")
+        steps = group.collective(process, member, name, "steps", self.held[name])
         known = [step for step in steps.values() if step is not None]
         if not known:
             outside = self.held.keys() - {*group.generation.members}
-            holders = [one for one in outside if self.held[one] is not None and self.lives(one)]
+            holders = [one for one in outside if self.held[one] is not None and self.counts(one)]
             if holders:
                 self.violated(f"generation {group.generation.number} begins at the checkpoint, and {holders} hold weights")
             self.held[name] = self.checkpoint
         elif len(known) < len(steps) or min(known) < max(known):
             if self.held[name] != max(known):
                 self.held[name] = None
-            group.collective(process, name, "weights")
+            group.collective(process, member, name, "weights")
             self.held[name] = max(known)
         first = group.generation.members[0]
         if name == first and self.writer not in ("", first) and self.lives(self.writer):
@@ -123,10 +187,13 @@ class Job:
     def _train(self, process: Process, name: str, group: Group, member: Member) -> bool:
         """Train to the end; returns False once all have agreed to enter a newer generation."""
         while (step := self._step(name)) < TOTAL:
+            if self.machines[machine_of(name)].leaves and not self.told.get(name):
+                self.told[name] = True
+                member.leave()
             outdated = name == group.generation.members[0] and member.is_outdated()
-            if any(group.collective(process, name, ("step", step), outdated).values()):
+            if any(group.collective(process, member, name, ("step", step), outdated).values()):
                 return False
-            further = [one for one, held in self.held.items() if held is not None and held > step and self.lives(one)]
+            further = [one for one, held in self.held.items() if held is not None and held > step and self.counts(one)]
             if set(further) - set(group.generation.members):
                 self.violated(f"step {step} is done again, and {further} have done it")
             self.held[name] = step + 1
@@ -135,7 +202,7 @@ class Job:
         if name == group.generation.members[0]:
             self.checkpoint = TOTAL
             member.done()
-        group.collective(process, name, "end")
+        group.collective(process, member, name, "end")
         return True
 
     def _step(self, name: str) -> int:
@@ -152,14 +219,20 @@ class Job:
         if not living or DONE in self.server.values:
             return
         target = living[number % len(living)]
+        if kind in MACHINE_FAULTS and machine_of(target) == LEADER:
+            return
         self.faults.append((self.world.now, kind, target))
-        FAULTS[kind](self, target, living)
+        (FAULTS | MACHINE_FAULTS)[kind](self, target, living)
         if not current.alive:
             raise Killed
 
     def kill(self, *names: str) -> None:
         for name in names:
-            self.ranks[name].alive, self.ranks[name].ended_at = False, self.world.now
+            if self.ranks[name].alive:
+                self.ranks[name].alive, self.ranks[name].ended_at = False, self.world.now
+
+    def replace(self, machine: Machine) -> None:
+        self._come(f"next-of/{len(self.machines)}", machine.num_ranks, NEXT_SECONDS)
 
 
 def disconnect(job: Job, target: str, living: list[str]) -> None:
@@ -184,9 +257,47 @@ FAULTS: dict[str, Callable[[Job, str, list[str]], None]] = {
 }
 
 
-def explore(ranks: int, plan: dict[int, Any] | None = None, random: Random | None = None) -> Job:
+def lose(job: Job, target: str, living: list[str]) -> None:
+    """A machine's power fails; its connections are closed, as by a container's end."""
+    machine = job.machines[machine_of(target)]
+    job.kill(*machine.ranks)
+    assert machine.agent is not None
+    machine.agent.alive, machine.agent.ended_at = False, job.world.now
+    job.replace(machine)
+
+
+def silence(job: Job, target: str, living: list[str]) -> None:
+    """A machine stands still for a time, and no connection is closed."""
+    machine = job.machines[machine_of(target)]
+    machine.was_silent = True
+    for one in (machine.agent, *(job.ranks[name] for name in machine.ranks)):
+        assert one is not None
+        one.wakes_at = max(one.wakes_at, job.world.now) + 20
+
+
+def late(job: Job, target: str, living: list[str]) -> None:
+    """A machine's agent stands still for a moment in which its ranks are at work, and a connection breaks."""
+    machine = job.machines[machine_of(target)]
+    machine.was_silent = True
+    assert machine.agent is not None
+    machine.agent.wakes_at = max(machine.agent.wakes_at, job.world.now) + 4
+    disconnect(job, target, living)
+
+
+def leave(job: Job, target: str, living: list[str]) -> None:
+    """A machine is told to stop."""
+    machine = job.machines[machine_of(target)]
+    if not machine.leaves:
+        machine.leaves = True
+        job.replace(machine)
+
+
+MACHINE_FAULTS: dict[str, Callable[[Job, str, list[str]], None]] = {"lose": lose, "silence": silence, "late": late, "leave": leave}
+
+
+def explore(ranks: int, plan: dict[int, Any] | None = None, random: Random | None = None, workers: int = 0) -> Job:
     """Run a job to its end."""
-    job = Job(World(plan, random), ranks)
+    job = Job(World(plan, random), ranks, workers)
     job.world.run()
     ended = [name for name, one in job.ranks.items() if one.ended_at < float("inf") and job.held[name] == TOTAL]
     if not job.world.violations and (job.checkpoint != TOTAL or not ended):

@@ -15,18 +15,19 @@ from tests.kit.waiting import until
 LONG = {"data__name": "synthetic:3000", "train__epochs": 8, "dist__batch_size_per_gpu": 96}
 
 
-def experiment_in(folder: Path, **changes) -> Experiment:
+def experiment_in(folder: Path, model: str = "", **changes) -> Experiment:
     folder.mkdir()
+    (folder / "mine.py").write_text(model)
     return Experiment(folder).set(**changes)
 
 
 class Job:
     """A leader's training and its workers, each in a folder of its own."""
 
-    def __init__(self, folder: Path, workers: int = 1, **changes):
+    def __init__(self, folder: Path, workers: int = 1, model: str = "", **changes):
         self.port, self._workers = free_port(), workers
-        self.leading = experiment_in(folder / "leader", **changes).with_database()
-        self._folder, self._changes, self._joined = folder, changes, 0
+        self.leading = experiment_in(folder / "leader", model, **changes).with_database()
+        self._folder, self._model, self._changes, self._joined = folder, model, changes, 0
         self._leader: subprocess.Popen[str] | None = None
         self.leading.run("prepare")
 
@@ -37,7 +38,7 @@ class Job:
 
     def join(self, **environment: str) -> subprocess.Popen[str]:
         self._joined += 1
-        own = experiment_in(self._folder / f"worker-{self._joined}", **self._changes)
+        own = experiment_in(self._folder / f"worker-{self._joined}", self._model, **self._changes)
         return own.start("join", f"127.0.0.1:{self.port}", **environment)
 
     def wait_for_steps(self, count: int, seconds: float = 120) -> None:

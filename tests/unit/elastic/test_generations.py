@@ -1,14 +1,16 @@
 """The protocol of an elastic job's ranks, by their own code but in simulated time: every fault at every point, and many at random."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
-from pipeline.elastic.generations import Coordinator, Member
-from tests.kit.generations import FAULTS, Job, explore
+from pipeline.cluster.store import ClusterStore
+from pipeline.elastic.generations import WORKERS, Coordinator, Member, heartbeat_of
+from tests.kit.generations import FAULTS, MACHINE_FAULTS, Job, explore
 
 # LOCKSTEP_SCHEDULES=100000 explores so many at random, and every point of every size.
 CAMPAIGN = int(os.environ.get("LOCKSTEP_SCHEDULES", "0"))
@@ -35,25 +37,37 @@ def test_every_fault_at_every_point(ranks: int, record_property: Any) -> None:
     judge((explore(ranks, {point: (kind, number)}) for kind in FAULTS for number in range(ranks) for point in points), record_property)
 
 
-def schedule(seed: int) -> Job:
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (1, 2), (2, 1)])
+def test_every_fault_of_a_machine_at_every_point(ranks: int, workers: int, record_property: Any) -> None:
+    """Of two machines with a rank each at every third point; of others, but in a campaign, at every 29th."""
+    stride, kinds = 3 if ranks + workers == 2 else 29, (*MACHINE_FAULTS, "kill", "kill all but one")
+    points = range(1, explore(ranks, workers=workers).world.points, 1 if CAMPAIGN else stride)
+    numbers = range(ranks * (1 + workers))
+    judge((explore(ranks, {at: (kind, number)}, workers=workers) for kind in kinds for number in numbers for at in points), record_property)
+
+
+def schedule(seed: int, most_workers: int = 0) -> Job:
     """One to five faults at random points, in a random order of processes."""
     random = Random(seed)
-    ranks = random.randint(1, 4)
-    length = explore(ranks).world.points if seed % 50 == 0 else 400
-    plan = {random.randint(1, 2 * length): (random.choice([*FAULTS]), random.randrange(ranks)) for _ in range(random.randint(1, 5))}
-    return explore(ranks, plan, random)
+    ranks, workers = random.randint(1, 4 if most_workers == 0 else 2), random.randint(0, most_workers)
+    kinds = [*FAULTS, *(MACHINE_FAULTS if workers else ())]
+    length = 400 * (1 + workers)
+    plan = {
+        random.randint(1, 2 * length): (random.choice(kinds), random.randrange(ranks * (1 + workers))) for _ in range(random.randint(1, 5))
+    }
+    return explore(ranks, plan, random, workers)
 
 
 def test_several_faults_at_random(record_property: Any) -> None:
-    judge((schedule(seed) for seed in range(CAMPAIGN or 300)), record_property)
+    judge((schedule(seed, most_workers=3 * (seed % 2)) for seed in range(CAMPAIGN or 400)), record_property)
 
 
 def test_a_coordinator_that_leaves_out_who_holds_the_weights_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     read = Coordinator._read
 
-    def newest_first(self: Coordinator) -> None:
-        read(self)
-        self._ready.sort(key=lambda name: -int(name.rpartition("-")[2]))
+    def newest_first(self: Coordinator, now: float) -> None:
+        read(self, now)
+        self._ready.sort(key=lambda name: -int(name.rpartition(":")[2]))
 
     monkeypatch.setattr(Coordinator, "_read", newest_first)
     assert any("writes, and" in one for seed in range(40) for one in schedule(seed).world.violations)
@@ -73,3 +87,67 @@ def test_ranks_that_do_not_ask_for_another_generation_are_caught(monkeypatch: py
 def test_ranks_of_which_some_enter_a_generation_that_others_leave_out_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Member, "_is_entered", lambda self, generation, wish: wish)
     assert any("still running" in one for seed in range(300) for one in schedule(seed).world.violations)
+
+
+def test_a_coordinator_that_waits_for_a_machine_that_is_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(point: int) -> bool:
+        return not any("still running" in one for one in explore(1, {point: ("lose", 1)}, workers=1).world.violations)
+
+    assert all(map(ends, range(60, 120, 5)))
+    monkeypatch.setattr(Coordinator, "_leave_out", lambda self, machines: None)
+    assert not all(map(ends, range(60, 120, 5)))
+
+
+class Passing:
+    """A clock whose time passes only where somebody sleeps, who meanwhile does something else."""
+
+    def __init__(self) -> None:
+        self.now, self.meanwhile = 0.0, list[Callable[[], object]]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    time = monotonic
+
+    def sleep(self, seconds: float, /) -> None:
+        self.now += seconds
+        for one in self.meanwhile:
+            one()
+
+
+def test_a_rank_whose_machine_was_silent_comes_back() -> None:
+    store, clock = ClusterStore(HashStore(), "here"), Passing()
+    coordinator = Coordinator(store, 2, 2, clock)
+    clock.meanwhile.append(coordinator.look)
+    ours, theirs = Member(store, "leader:0", clock), Member(store, "other:0", clock)
+    store.put(WORKERS, ["other"])
+    store.put(heartbeat_of("other"), 1)
+    ours.ready()
+    theirs.ready()
+    coordinator.look()
+    store.count("generation/0/arrived")
+    first = ours.next()
+    assert first is not None and first.members == ["leader:0", "other:0"]
+
+    ours.failed()
+    coordinator.look()
+    clock.now += 1.5
+    alone = coordinator.look()
+    assert alone is not None and alone.members == ["leader:0"], "nothing was heard of the other since"
+    # It is there after all, and finds that it was left out.
+    clock.meanwhile.append(lambda: store.put("generation/2/arrived", 2) if store.get("generation") == 2 else None)
+    together = theirs.next()
+    assert together is not None and together.members == ["leader:0", "other:0"]
+
+
+def test_a_machine_that_is_heard_of_is_waited_for() -> None:
+    store, clock = ClusterStore(HashStore(), "here"), Passing()
+    coordinator = Coordinator(store, 2, 2, clock)
+    store.put(WORKERS, ["other"])
+    for name in ("leader:0", "other:0"):
+        Member(store, name, clock).ready()
+    assert coordinator.look() is not None
+    for beat in range(40):
+        store.put(heartbeat_of("other"), beat)
+        clock.now += 0.25
+        assert coordinator.look() is None
