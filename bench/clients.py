@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import resource
 import sys
 import threading
@@ -11,6 +12,7 @@ from multiprocessing.synchronize import Barrier
 
 import psutil
 
+from pipeline.cluster.messages import LEADER
 from pipeline.cluster.store import connect, serve
 from pipeline.elastic.generations import Coordinator, Member
 from pipeline.hardware.network import listen
@@ -39,7 +41,7 @@ def client_process(number: int, per_process: int, port: int, started: Barrier, p
     asked = [0] * per_process
 
     def enter(index: int) -> None:
-        member = Member(stores[index], f"{number}.{index}")
+        member = Member(stores[index], f"{LEADER}:{number}.{index}")
         member.ready()
         member.next()
         entered.append(time.monotonic())
@@ -68,6 +70,8 @@ def client_process(number: int, per_process: int, port: int, started: Barrier, p
 
 def measured(clients: int, seconds: float = 10.0) -> dict[str, float]:
     """Form a group of so many ranks, and then let as many workers look at the store."""
+    # torch looks every peer's name up, at both ends; here a server of names may not answer for 5 s.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     context = multiprocessing.get_context("spawn")

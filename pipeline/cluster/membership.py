@@ -99,6 +99,8 @@ class MultiNode(Membership):
         self._workers: dict[str, WorkerState] = {}
         self._reviewed_at = clock.monotonic()
         store.append("offers", offer.model_dump())
+        # Workers ask for it twice a second, and for the offers themselves once.
+        store.count("num-offers")
 
     def wait_for_workers(self, where: str) -> None:
         """Wait until enough workers have accepted the offer; PeerError if they do not come, MachineError if one cannot take part."""

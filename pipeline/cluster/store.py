@@ -8,15 +8,12 @@ import contextlib
 import json
 import os
 import socket
-import uuid
 from collections.abc import Generator
 from datetime import timedelta
 from typing import Any, Protocol
 
-import psutil
-
 from pipeline.config import PeerError
-from pipeline.hardware.network import endpoint
+from pipeline.hardware.network import endpoint, sockets
 
 # For how long the network to the leader may be silent; a lost worker is let go earlier.
 TIMEOUT_SECONDS, KEEPALIVE_SECONDS = 30, 5
@@ -41,6 +38,10 @@ class KeyValueStore(Protocol):
         """Add to a number, which is 0 while there is none; returns it."""
         ...
 
+    def append(self, key: str, value: str, /) -> None:
+        """Put text behind that of a value, which is empty while there is none."""
+        ...
+
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """Set a value that is `expected` ("" = absent) to `desired`; returns what the value is then."""
         ...
@@ -51,7 +52,6 @@ class ClusterStore:
 
     def __init__(self, values: KeyValueStore, where: str):
         self._values, self._where = values, where
-        self._lengths: dict[str, int] = {}
 
     def put(self, name: str, value: Any) -> None:
         """Set a value."""
@@ -74,21 +74,15 @@ class ClusterStore:
             return json.loads(self._values.compare_set(name, "", json.dumps(value)))
 
     def append(self, name: str, value: Any) -> None:
-        """Put a value at the end of a list, in one atomic call: a writer that is killed leaves no gap before later values."""
-        # Unique, so that the answer of compare_set tells whose entry it is.
-        entry = json.dumps([uuid.uuid4().hex, value])
-        number = self._lengths.get(name, 0) + 1
+        """Put a value at the end of a list, in one atomic call: a killed writer leaves nothing half done, and many do not meet."""
         with self._peer_errors():
-            while self._values.compare_set(f"{name}/{number}", "", entry) != entry.encode():
-                number += 1
-        self._lengths[name] = number
+            self._values.append(name, json.dumps(value) + "\n")
 
     def since(self, name: str, count: int) -> list[Any]:
         """Return what a list has after its first `count` values."""
-        found: list[Any] = []
-        while (entry := self.get(f"{name}/{count + len(found) + 1}")) is not None:
-            found.append(entry[1])
-        return found
+        with self._peer_errors():
+            lines = self._values.get(name).splitlines() if self._values.check([name]) else []
+        return [json.loads(one) for one in lines[count:]]
 
     @contextlib.contextmanager
     def _peer_errors(self) -> Generator[None]:
@@ -121,7 +115,7 @@ def _open(host: str, port: int, descriptor: int | None, job: str = "") -> Cluste
     except RuntimeError:
         raise PeerError(f"{where}: something answers, but it is no leader; is the port right?") from None
     _limit_silence(port)
-    return ClusterStore(PrefixStore(job, store) if job else store, where)
+    return ClusterStore(PrefixStore(job, store) if job else store, where)  # pyright: ignore[reportArgumentType]
 
 
 def _limit_silence(port: int) -> None:
@@ -133,9 +127,10 @@ def _limit_silence(port: int) -> None:
         socket.TCP_KEEPIDLE: KEEPALIVE_SECONDS,
         socket.TCP_KEEPINTVL: KEEPALIVE_SECONDS,
     }
-    for one in psutil.Process().net_connections("tcp"):
-        if one.raddr and one.raddr.port == port and one.fd >= 0:
-            with socket.socket(fileno=os.dup(one.fd)) as connection:
+    for descriptor in sockets():
+        # It may be closed by now, or have no peer.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for option, value in options.items():
                     connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -77,7 +77,7 @@ class Worker:
             if self._clock.monotonic() > self._waits_until:
                 raise PeerError(f"{self._leader}: this worker was stopped, and its leader did not end")
             return
-        for value in self._store.since("offers", self._num_offers):
+        for value in self._store.since("offers", self._num_offers) if self._has_new_offer() else ():
             self._num_offers += 1
             if not self.stopped:
                 self._consider(value)
@@ -151,8 +151,11 @@ class Worker:
 
     def _has_ended(self, offer: JobOffer) -> bool:
         """Return whether the leader has ended this job or its whole command, or is at its next job."""
-        ended = (f"{offer.id}/exit-code", "verdict", f"offers/{self._num_offers + 1}")
-        return any(self._store.get(name) is not None for name in ended)
+        ended = (f"{offer.id}/exit-code", "verdict")
+        return any(self._store.get(name) is not None for name in ended) or self._has_new_offer()
+
+    def _has_new_offer(self) -> bool:
+        return (self._store.get("num-offers") or 0) > self._num_offers
 
     def _is_member(self, offer: JobOffer) -> bool:
         return self._name in (self._store.get(f"{offer.id}/members") or [])

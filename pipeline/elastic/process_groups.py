@@ -5,14 +5,13 @@ import os
 import socket
 import threading
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from pipeline.elastic.generations import LEADER, Generation, machine_of
-from pipeline.hardware.network import split
+from pipeline.hardware.network import sockets, split
 from pipeline.heartbeat import Heartbeat
 from pipeline.job import Job
 from pipeline.ranks import Ranks, Rendezvous, init_group
@@ -84,14 +83,3 @@ class ProcessGroups:
                         # gloo ends the process if it cannot listen any more.
                         if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                             connection.shutdown(socket.SHUT_RDWR)
-
-
-def sockets() -> dict[int, str]:
-    """Return this process's sockets, by their descriptors; a name is never given twice, as a descriptor is."""
-    found: dict[int, str] = {}
-    for one in Path("/proc/self/fd").iterdir():
-        # It may be closed by now.
-        with contextlib.suppress(OSError):
-            if (name := str(one.readlink())).startswith("socket:"):
-                found[int(one.name)] = name
-    return found

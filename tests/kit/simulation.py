@@ -196,6 +196,11 @@ class SimulatedStore:
         values[key] = str(int(values.get(key, b"0")) + amount).encode()
         return int(values[key])
 
+    def append(self, key: str, value: str) -> None:
+        values = self._values()
+        values[key] = values.get(key, b"") + value.encode()
+        self._server.on_set(key, values[key])
+
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         values = self._values()
         if values.get(key, b"") == expected.encode():

@@ -114,7 +114,7 @@ def test_a_protocol_that_admits_one_too_many_is_caught(monkeypatch: pytest.Monke
     wait = MultiNode.wait_for_workers
 
     def wait_for_one_more(self: MultiNode, where: str) -> None:
-        self._wanted += 1
+        self._wanted, self._most = self._wanted + 1, self._most + 1
         wait(self, where)
 
     monkeypatch.setattr(MultiNode, "wait_for_workers", wait_for_one_more)

@@ -75,7 +75,8 @@ def test_a_writer_that_is_killed_at_any_call_hides_no_later_value(port: int, aft
             died += 1
         others.append("list", f"later {call}")
         assert others.since("list", 0)[-1] == f"later {call}"
-    assert died > 2
+    # One call does all of it.
+    assert died == 1
 
 
 def test_a_store_whose_leader_is_gone_says_so() -> None:
