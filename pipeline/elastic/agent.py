@@ -87,7 +87,7 @@ class ElasticAgent(Agent):
                 if coordinator:
                     busy = BUSY_LOOKS if coordinator.look() or ended else max(busy - 1, 0)
                 else:
-                    store.put(heartbeat_of(machine), number)
+                    store.put(heartbeat_of(machine), [self._incarnation, number])
 
     def _is_done(self) -> bool:
         try:

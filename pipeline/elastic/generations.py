@@ -4,7 +4,7 @@ A rank is ready once its model and data are there and its kernels are warm. A ge
 a newer one is announced when one of them is lost, or a further one is ready, and ranks that have not begun may all go on to that.
 
 A machine's agent tells which of its ranks have ended. Of a machine that is lost itself nobody tells: if ranks wait, and its agent's
-heartbeat does not change, its ranks are left out; those that live after all ask to be in a generation again.
+heartbeat does not change, or is another agent's by now, its ranks are left out; those that live after all ask to be in again.
 """
 
 import time
@@ -36,13 +36,18 @@ MOST_IN_VAIN = 10
 
 
 def name_of(environment: Mapping[str, str]) -> str:
-    """A rank's name: no other process of the job ever has it."""
-    return f"{environment.get(MACHINE, LEADER)}:{environment['LOCAL_RANK']}.{environment.get(INCARNATION, '0')}"
+    """A rank's name, by its machine, agent and number: no other process of the job ever has it."""
+    return f"{environment.get(MACHINE, LEADER)}:{environment[INCARNATION]}.{environment['LOCAL_RANK']}"
 
 
 def machine_of(name: str) -> str:
     """The machine of a rank."""
     return name.rpartition(":")[0]
+
+
+def agent_of(name: str) -> str:
+    """The agent that has started a rank."""
+    return name.rpartition(":")[2].partition(".")[0]
 
 
 def heartbeat_of(machine: str) -> str:
@@ -79,7 +84,9 @@ class Coordinator:
         self._read(now)
         waits_long = now > self._waiting_since + PATIENCE_SECONDS
         if waits_long:
-            self._leave_out({one for one, before in self._heartbeats.items() if self._store.get(heartbeat_of(one)) == before})
+            heard = {one: self._store.get(heartbeat_of(one)) for one in self._heartbeats}
+            living = {(one, heartbeat[0]) for one, heartbeat in heard.items() if heartbeat != self._heartbeats[one]}
+            self._keep(lambda name: machine_of(name) not in heard or (machine_of(name), agent_of(name)) in living)
         alive = self._alive()
         if not alive or machine_of(alive[0]) != LEADER:
             due = False
@@ -119,9 +126,9 @@ class Coordinator:
         self._num_lost += len(lost)
         self._lost.update(lost)
         self._ready = [name for name in self._ready if name not in self._lost]
-        others = {machine_of(name) for name in self._ready} - {LEADER}
-        if others:
-            self._leave_out(others - set(self._store.get(WORKERS) or []))
+        if any(machine_of(name) != LEADER for name in self._ready):
+            workers = {LEADER, *(self._store.get(WORKERS) or ())}
+            self._keep(lambda name: machine_of(name) in workers)
         members, where = self._generation.members, f"{NEWEST}/{self._generation.number}"
         self._failed = bool(self._store.get(f"{where}/failed"))
         if not self._failed and (self._store.get(f"{where}/arrived") or 0) == len(members):
@@ -130,10 +137,10 @@ class Coordinator:
             self._waiting_since = now
             self._heartbeats = {one: self._store.get(heartbeat_of(one)) for one in {*map(machine_of, members)} - {LEADER}}
 
-    def _leave_out(self, machines: set[str]) -> None:
+    def _keep(self, is_there: Callable[[str], bool]) -> None:
         """Forget the ranks of machines that are silent; whoever waits for them is to wait no longer."""
         before = len(self._ready)
-        self._ready = [name for name in self._ready if machine_of(name) not in machines]
+        self._ready = [name for name in self._ready if is_there(name)]
         self._silent |= len(self._ready) < before
 
 

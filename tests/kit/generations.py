@@ -97,7 +97,7 @@ class Job:
         machine.agent = self.world.start(f"agent of {name}", lambda process: self._agent(process, machine), self.world.now + in_seconds)
 
     def _start(self, machine: Machine) -> None:
-        name = f"{machine.name}:{len(self.ranks)}"
+        name = f"{machine.name}:agent.{len(self.ranks)}"
         self.held[name] = None
         machine.ranks.append(name)
         self.ranks[name] = self.world.start(name, lambda process: self._rank(process, name), self.world.now + 1)
@@ -142,7 +142,7 @@ class Job:
                 self._come(f"{machine.name}'", machine.num_ranks)
                 return
             else:
-                store.put(heartbeat_of(machine.name), self.world.now)
+                store.put(heartbeat_of(machine.name), ["agent", self.world.now])
             process.sleep(QUANTUM_SECONDS)
 
     def _rank(self, process: Process, name: str) -> None:

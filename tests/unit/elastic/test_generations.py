@@ -67,7 +67,7 @@ def test_a_coordinator_that_leaves_out_who_holds_the_weights_is_caught(monkeypat
 
     def newest_first(self: Coordinator, now: float) -> None:
         read(self, now)
-        self._ready.sort(key=lambda name: -int(name.rpartition(":")[2]))
+        self._ready.sort(key=lambda name: -int(name.rpartition(".")[2]))
 
     monkeypatch.setattr(Coordinator, "_read", newest_first)
     assert any("writes, and" in one for seed in range(40) for one in schedule(seed).world.violations)
@@ -94,7 +94,7 @@ def test_a_coordinator_that_waits_for_a_machine_that_is_lost_is_caught(monkeypat
         return not any("still running" in one for one in explore(1, {point: ("lose", 1)}, workers=1).world.violations)
 
     assert all(map(ends, range(60, 120, 5)))
-    monkeypatch.setattr(Coordinator, "_leave_out", lambda self, machines: None)
+    monkeypatch.setattr(Coordinator, "_keep", lambda self, is_there: None)
     assert not all(map(ends, range(60, 120, 5)))
 
 
@@ -119,35 +119,52 @@ def test_a_rank_whose_machine_was_silent_comes_back() -> None:
     store, clock = ClusterStore(HashStore(), "here"), Passing()
     coordinator = Coordinator(store, 2, 2, clock)
     clock.meanwhile.append(coordinator.look)
-    ours, theirs = Member(store, "leader:0", clock), Member(store, "other:0", clock)
+    ours, theirs = Member(store, "leader:a.0", clock), Member(store, "other:b.0", clock)
     store.put(WORKERS, ["other"])
-    store.put(heartbeat_of("other"), 1)
+    store.put(heartbeat_of("other"), ["b", 1])
     ours.ready()
     theirs.ready()
     coordinator.look()
     store.count("generation/0/arrived")
     first = ours.next()
-    assert first is not None and first.members == ["leader:0", "other:0"]
+    assert first is not None and first.members == ["leader:a.0", "other:b.0"]
 
     ours.failed()
     coordinator.look()
     clock.now += 1.5
     alone = coordinator.look()
-    assert alone is not None and alone.members == ["leader:0"], "nothing was heard of the other since"
+    assert alone is not None and alone.members == ["leader:a.0"], "nothing was heard of the other since"
     # It is there after all, and finds that it was left out.
     clock.meanwhile.append(lambda: store.put("generation/2/arrived", 2) if store.get("generation") == 2 else None)
     together = theirs.next()
-    assert together is not None and together.members == ["leader:0", "other:0"]
+    assert together is not None and together.members == ["leader:a.0", "other:b.0"]
 
 
 def test_a_machine_that_is_heard_of_is_waited_for() -> None:
     store, clock = ClusterStore(HashStore(), "here"), Passing()
     coordinator = Coordinator(store, 2, 2, clock)
     store.put(WORKERS, ["other"])
-    for name in ("leader:0", "other:0"):
+    for name in ("leader:a.0", "other:b.0"):
         Member(store, name, clock).ready()
     assert coordinator.look() is not None
     for beat in range(40):
-        store.put(heartbeat_of("other"), beat)
+        store.put(heartbeat_of("other"), ["b", beat])
         clock.now += 0.25
         assert coordinator.look() is None
+
+
+def test_ranks_of_a_container_that_was_started_again_are_not_waited_for() -> None:
+    store, clock = ClusterStore(HashStore(), "here"), Passing()
+    coordinator = Coordinator(store, 2, 2, clock)
+    store.put(WORKERS, ["other"])
+    for name in ("leader:a.0", "other:b.0"):
+        Member(store, name, clock).ready()
+    store.put(heartbeat_of("other"), ["b", 7])
+    assert coordinator.look() is not None
+    store.count("generation/0/failed")
+    coordinator.look()
+    # The new one's agent is heard of, and its ranks are yet to be ready.
+    store.put(heartbeat_of("other"), ["c", 0])
+    clock.now += 1.5
+    alone = coordinator.look()
+    assert alone is not None and alone.members == ["leader:a.0"]
