@@ -161,6 +161,9 @@ def test_elastic_containers_are_killed_and_others_come(project: Callable[..., Pr
     for folder in (job.folder, alone.folder):
         folder.mkdir(exist_ok=True)
         (folder / "mine.py").write_text(PACED_MODEL)
+    # `set` has resolved it.
+    written = yaml.safe_load((job.folder / "params.yaml").read_text())
+    (job.folder / "params.yaml").write_text(yaml.safe_dump(written | {"dist": written["dist"] | {"world_size": "auto"}}))
     alone.params.write_text(yaml.safe_dump(values | {"dist": dist | {"elastic": False}}))
     alone.run("prepare")
     alone.run("train")
