@@ -18,7 +18,7 @@ from pipeline.files import locked
 from tests.kit.checkout import clone_of
 from tests.kit.compose import IMAGE, USER, Project, sh
 from tests.kit.devices import MISSING
-from tests.kit.experiment import LONGER, ROOT, Experiment, clean_environment
+from tests.kit.experiment import LONGER, PACED, PACED_MODEL, ROOT, Experiment, clean_environment
 from tests.kit.groups import run_ranks
 from tests.kit.skips import FROM, NO_GPU, NO_SLURM, in_another_order, pytest_runtest_setup, pytest_sessionfinish
 from tests.kit.threads import alone, thread_ranks
@@ -88,6 +88,16 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
             experiment.set(**LONGER).with_database().run("prepare")
             experiment.run("train")
             (experiment.folder / "done").touch()
+    return experiment
+
+
+@pytest.fixture(scope="module")
+def paced(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
+    """The paced experiment on one machine, left alone."""
+    experiment = Experiment(tmp_path_factory.mktemp("paced")).with_database()
+    (experiment.folder / "mine.py").write_text(PACED_MODEL)
+    experiment.set(**PACED).run("prepare")
+    experiment.run("train")
     return experiment
 
 

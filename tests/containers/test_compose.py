@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.faults.test_elastic_machines import PACED_MODEL
 from tests.kit.compose import IMAGE, USER, Project, sh
 from tests.kit.documents import commands, needs_docker, runnable
-from tests.kit.experiment import SMALL, Experiment, settings
+from tests.kit.experiment import PACED_MODEL, SMALL, Experiment, settings
 from tests.kit.waiting import until
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1500)]

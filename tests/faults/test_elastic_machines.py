@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from tests.faults.elastic import lost_steps
-from tests.faults.test_elastic_faults import ELASTIC, wait_for_ranks
-from tests.kit.experiment import Experiment
+from tests.faults.test_elastic_faults import wait_for_ranks
+from tests.kit.experiment import PACED, PACED_MODEL, Experiment
 from tests.kit.leading import Job, end
 from tests.kit.trainings import mlflow_runs, ranks_of, same_figures, wait_for_step
 from tests.kit.waiting import until
@@ -20,35 +20,7 @@ from tests.kit.waiting import until
 pytestmark = pytest.mark.slow
 Note = Callable[[str, object], None]
 # Four ranks on two machines.
-MACHINES = ELASTIC | {"train__epochs": 8, "dist__nodes": 2, "model__name": "mine.py:build"}
-# A lane takes its time while there is a file: machines are to have time to come.
-PACED_MODEL = """
-import os
-import time
-from pathlib import Path
-
-from torch import nn
-
-class Paced(nn.Module):
-    def forward(self, images):
-        time.sleep(0.05 if Path(os.environ.get("SLOW_FILE", "slow")).exists() else 0)
-        return images
-
-def build(channels: int, side: int, num_classes: int) -> nn.Module:
-    return nn.Sequential(
-        Paced(), nn.Conv2d(channels, 16, 3, stride=2), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, num_classes))
-"""
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
-    """The same training on one machine, left alone."""
-    experiment = Experiment(tmp_path_factory.mktemp("alone")).with_database()
-    (experiment.folder / "mine.py").write_text(PACED_MODEL)
-    experiment.set(**MACHINES | {"dist__elastic": False, "dist__nodes": 1, "dist__world_size": 2}).run("prepare")
-    experiment.run("train")
-    return experiment
+MACHINES = PACED | {"dist__world_size": 4, "dist__nodes": 2, "dist__elastic": True}
 
 
 def lose(machine: subprocess.Popen[str]) -> None:
@@ -63,7 +35,7 @@ def lose(machine: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.fault(37, "of two elastic machines SIGKILL of a rank on each, loss of one, SIGTERM of its replacement; others come")
-def test_machines_come_and_go_and_the_bits_stay(alone: Experiment, tmp_path: Path, record_property: Note) -> None:
+def test_machines_come_and_go_and_the_bits_stay(paced: Experiment, tmp_path: Path, record_property: Note) -> None:
     job = Job(tmp_path, model=PACED_MODEL, **MACHINES)
     slow = tmp_path / "slow"
     slow.touch()
@@ -96,7 +68,7 @@ def test_machines_come_and_go_and_the_bits_stay(alone: Experiment, tmp_path: Pat
     code, said = end(leader)
     assert (code, end(third)[0]) == (0, 0), said
     assert not lost_steps(leading)
-    same_figures(leading, alone)
+    same_figures(leading, paced)
     assert [run.info.status for run in mlflow_runs(leading)] == ["FINISHED"]
     groups = [line["ranks"] for line in leading.journal("ranks")]
     record_property("happened", f"no step lost, bit-equal, groups of {groups} ranks; {seconds:.1f} s from the loss of a machine")

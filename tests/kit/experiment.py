@@ -45,6 +45,27 @@ SMALL = settings(data__name="synthetic:3000", dist__batch_size_per_gpu=96)
 # Long enough to be hurt.
 LONGER = {"data": {"name": "synthetic:6000"}, "train__epochs": 4, "model__name": "lenet", "checkpoint__every_steps": 20}
 
+# Longer still, for machines that are to have time to come.
+PACED = LONGER | {"train__epochs": 8, "model__name": "mine.py:build", "dist__batch_size_per_gpu": None, "dist__global_batch": 96}
+# mine.py: a lane takes its time while there is a file.
+PACED_MODEL = """
+import os
+import time
+from pathlib import Path
+
+from torch import nn
+
+class Paced(nn.Module):
+    def forward(self, images):
+        time.sleep(0.05 if Path(os.environ.get("SLOW_FILE", "slow")).exists() else 0)
+        return images
+
+def build(channels: int, side: int, num_classes: int) -> nn.Module:
+    return nn.Sequential(
+        Paced(), nn.Conv2d(channels, 16, 3, stride=2), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, num_classes))
+"""
+
 
 def clean_environment() -> dict[str, str]:
     """This environment without what would send an experiment's run elsewhere; `mlflow.set_tracking_uri` in a test sets such a thing.

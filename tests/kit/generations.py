@@ -11,12 +11,15 @@ from typing import Any
 
 from pipeline.cluster.messages import LEADER
 from pipeline.cluster.store import ClusterStore
+from pipeline.elastic import generations
 from pipeline.elastic.generations import DONE, WORKERS, Coordinator, Generation, Member, heartbeat_of, lost, machine_of
 from tests.kit.simulation import QUANTUM_SECONDS, Killed, Process, SimulatedClock, SimulatedServer, SimulatedStore, World
 
 TOTAL, PER_CHECKPOINT = 6, 3
+# Here all that sleep do so for a second at least: an agent is heard of as often in this time as in the real one.
+generations.PATIENCE_SECONDS = QUANTUM_SECONDS * generations.PATIENCE_SECONDS / generations.HEARTBEAT_SECONDS
 # When a machine is taken for lost, and when another one comes in its place.
-SILENT_SECONDS, NEXT_SECONDS = 5, 8
+SILENT_SECONDS, NEXT_SECONDS = 8, 12
 
 
 class Lost(Exception):
@@ -280,7 +283,7 @@ def late(job: Job, target: str, living: list[str]) -> None:
     machine = job.machines[machine_of(target)]
     machine.was_silent = True
     assert machine.agent is not None
-    machine.agent.wakes_at = max(machine.agent.wakes_at, job.world.now) + 4
+    machine.agent.wakes_at = max(machine.agent.wakes_at, job.world.now) + 7
     disconnect(job, target, living)
 
 
