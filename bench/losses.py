@@ -1,12 +1,15 @@
 """A lost rank under dist.elastic, against the restart of all from a checkpoint, and what elastic costs while none is lost."""
 
 import signal
+import socket
 import statistics
+import subprocess
 import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from bench.recovery import Training, rank, wait_for
@@ -53,6 +56,40 @@ def lost(folder: Path, count: int) -> dict[str, list[float]]:
             process.terminate()
             process.wait()
     return found
+
+
+def machine_lost(folder: Path, count: int) -> dict[str, list[float]]:
+    """Seconds from the end of one of two machines, all of its processes at once, to the leader's next finished step; a spare is there."""
+    found: dict[str, list[float]] = {"elastic": [], "without": []}
+    for number in range(count):
+        for name in list(found)[:: 1 if number % 2 else -1]:
+            machines = [
+                Training(folder / f"{name}-{one}", 40, batch=64, world_size=RANKS, nodes=2, lanes=RANKS, elastic=name == "elastic")
+                for one in ("leader", "worker", "spare")
+            ]
+            port = free_port()
+            processes = [machines[0].leads(port), *(one.start("join", f"127.0.0.1:{port}") for one in machines[1:])]
+            wait_for(machines[0], 60)
+            victim = next(one for one in map(of, processes[1:]) if any("train_rank" in " ".join(rank.cmdline()) for rank in one))
+            killed_at = time.monotonic()
+            for one in victim:
+                one.kill()
+            found[name].append(next_step(machines[0], killed_at) - killed_at)
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait()
+    return found
+
+
+def of(machine: "subprocess.Popen[bytes]") -> list[psutil.Process]:
+    """All processes of a machine."""
+    return [psutil.Process(machine.pid), *psutil.Process(machine.pid).children(recursive=True)]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
 
 
 def next_step(one: Training, killed_at: float) -> float:

@@ -50,10 +50,17 @@ class Training:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
         return kept | {"PYTHONPATH": f"{self.folder / 'hook'}:{ROOT}", "BENCH_STEPS": str(self.steps_file)}
 
-    def start(self, **variables: str) -> "subprocess.Popen[bytes]":
+    def start(self, *words: str, **variables: str) -> "subprocess.Popen[bytes]":
+        """Begin from the start: `train`, or another command of this experiment's."""
         self.steps_file.unlink(missing_ok=True)
         self._forget()
-        return subprocess.Popen(self._command("train"), cwd=ROOT, env=self._variables() | variables, stderr=subprocess.DEVNULL)
+        command, options = words[:1] or ("train",), words[1:]
+        words = (*self._command(*command), *options)
+        return subprocess.Popen(words, cwd=ROOT, env=self._variables() | variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def leads(self, port: int) -> "subprocess.Popen[bytes]":
+        """The same as the leader of one worker."""
+        return self.start("lead", "--workers=1", f"--port={port}", *self._command("train"))
 
     def _forget(self) -> None:
         for pattern in ("receipt.json", "journal.jsonl", "mirror.json", "checkpoints/*"):

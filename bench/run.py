@@ -214,7 +214,8 @@ def restart(wanted: argparse.Namespace) -> None:
 
 def elastic(wanted: argparse.Namespace) -> None:
     """A lost rank whose peers go on, against a restart of all; what that costs while none is lost."""
-    parts = {"from SIGKILL to the next step": losses.lost, "of a step": losses.undisturbed, "of a step, one rank slow": losses.slowed}
+    parts = {"from SIGKILL to the next step": losses.lost, "from a machine's end to the next step": losses.machine_lost}
+    parts |= {"of a step": losses.undisturbed, "of a step, one rank slow": losses.slowed}
     for what, measure in parts.items():
         with tempfile.TemporaryDirectory() as scratch:
             found = measure(Path(scratch), wanted.pairs)
