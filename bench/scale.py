@@ -1,7 +1,7 @@
 """A step on many ranks: a model that is fitted here, checked on a number of ranks that it has not seen, and carried to 1,024 GPUs.
 
 python bench/scale.py                 measures on 2, 4, 6 and 8 ranks, fits on all but 6, and prints what follows
-python bench/scale.py --publish       and writes the tables into docs/scale.md
+python bench/scale.py --publish       and writes the tables and the picture of docs/scale.md
 """
 
 import argparse
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from math import exp, prod
 from pathlib import Path
 
+import matplotlib
 import numpy as np
+from matplotlib import pyplot
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -22,7 +24,7 @@ from bench.page import filled  # noqa: E402
 from pipeline.hardware.cgroup import usable_cpus  # noqa: E402
 from pipeline.parallel.hierarchy import levels  # noqa: E402
 
-KEPT, PAGE = ROOT / "bench" / "scale.json", ROOT / "docs" / "scale.md"
+KEPT, PAGE, PLOT = ROOT / "bench" / "scale.json", ROOT / "docs" / "scale.md", ROOT / "docs" / "pictures" / "scale.svg"
 FITTED, HELD_OUT = (2, 4, 8), 6
 ALGORITHMS = ("flat", "butterfly")
 # LeNet's parameters, in fp32; images that a rank computes in a step.
@@ -175,6 +177,31 @@ def tables(measured: dict[str, dict[str, list[float]]]) -> dict[str, str]:
     return {"measured": "\n".join(lines) + f"\n\n{fitted}", "borrowed": "\n".join(far)}
 
 
+def draw(measured: dict[str, dict[str, list[float]]]) -> None:
+    """The same as a picture: on the left what is measured, on the right what follows from borrowed figures."""
+    matplotlib.use("svg")
+    # The same bytes from the same figures.
+    matplotlib.rcParams["svg.hashsalt"] = "lockstep"
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    costs, worlds = fit(measured), sorted((*FITTED, HELD_OUT))
+    for name in ALGORITHMS:
+        medians = [1e3 * statistics.median(measured[str(ranks)][name]) for ranks in worlds]
+        left.plot(worlds, medians, "o", label=f"{name}, measured")
+    left.plot(worlds, [1e3 * float(np.dot(shares_of(ranks, ALGORITHMS[0]), costs)) for ranks in worlds], "-", color="grey", label="model")
+    left.axvline(HELD_OUT, color="grey", linestyle=":", linewidth=0.8)
+    left.annotate("not fitted", (HELD_OUT, 0), rotation=90, color="grey", ha="right")
+    left.set(title="Two CPU cores, LeNet: measured", xlabel="ranks", ylabel="a step, ms", xticks=worlds, ylim=(0, None))
+    counts, cluster = [2**power for power in range(3, 13)], Cluster()
+    for name in ("flat", "hierarchical", "butterfly"):
+        right.plot(counts, [1e3 * step(JOBS[1], ranks, name, cluster) for ranks in counts], "-", label=name)
+    right.set(title="H100s, ResNet-50: from borrowed figures", xlabel="GPUs", ylabel="a step, ms", xscale="log", ylim=(0, None))
+    right.set_xticks([8, 64, 512, 4096], ["8", "64", "512", "4,096"])
+    right.minorticks_off()
+    for one in (left, right):
+        one.legend(frameon=False)
+    figure.savefig(PLOT, metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=7)
@@ -188,6 +215,7 @@ def main() -> None:
     if wanted.publish:
         KEPT.write_text(json.dumps(measured, indent=2) + "\n")
         PAGE.write_text(filled(PAGE.read_text(), tables(measured)))
+        draw(measured)
 
 
 if __name__ == "__main__":
