@@ -35,19 +35,7 @@ def lead_job(stage: Literal["train", "evaluate"], job: Job, say: Callable[[str],
         return LedSingleNode(job, host, port)
     name = LEADER if elastic else ""
     node = Node(dist.world_size // dist.nodes, dist.threads_per_rank, machines, endpoint=endpoint(host, port), name=name)
-    offer = JobOffer(
-        id=node.job_id,
-        stage=stage,
-        run=job.run.name,
-        config=job.config,
-        device=job.device,
-        backend=job.backend,
-        precision=job.precision,
-        bitwise_requirements=bitwise_requirements(job),
-        gpus=gpus_of_ranks(job.backend, node.ranks),
-        until=job.until,
-        elastic=elastic,
-    )
+    offer = _offer(stage, job, node)
 
     def stop() -> NoReturn:
         raise StopRequested("stopped on request while it waited for workers")
@@ -64,11 +52,31 @@ def lead_job(stage: Literal["train", "evaluate"], job: Job, say: Callable[[str],
     return members
 
 
+def _offer(stage: Literal["train", "evaluate"], job: Job, node: Node) -> JobOffer:
+    return JobOffer(
+        id=node.job_id,
+        stage=stage,
+        run=job.run.name,
+        config=job.config,
+        device=job.device,
+        backend=job.backend,
+        precision=job.precision,
+        bitwise_requirements=bitwise_requirements(job),
+        gpus=gpus_of_ranks(job.backend, node.ranks),
+        until=job.until,
+        elastic=bool(node.name),
+    )
+
+
 def _own_address(replies: list[Reply]) -> str:
     """Return this machine's address that the workers reached, not the loopback's where one of them is another machine."""
     ours = [one.leader.removeprefix("::ffff:") for one in replies if interface(one.leader)]
     outward = [address for address in ours if interface(address) != "lo"]
-    return (outward or ours or [own_address("8.8.8.8", 53)])[0]
+    if not outward and not ours:
+        # Nobody has come yet; a machine without a network has its loopback.
+        with contextlib.suppress(OSError):
+            outward = [own_address("8.8.8.8", 53)]
+    return (outward or ours or ["127.0.0.1"])[0]
 
 
 class LedSingleNode(Membership):

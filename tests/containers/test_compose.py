@@ -12,13 +12,11 @@ import yaml
 
 from tests.kit.compose import IMAGE, USER, Project, sh
 from tests.kit.documents import commands, needs_docker, runnable
-from tests.kit.experiment import PACED_MODEL, SMALL, Experiment, settings
-from tests.kit.waiting import until
+from tests.kit.experiment import SMALL, settings
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1500)]
 
 LONG = settings(data__name="synthetic:6000", train__epochs=12, dist__batch_size_per_gpu=96)
-Note = Callable[[str, object], None]
 THREE = {"world_size": 3, "batch_size_per_gpu": 64, "lanes": 4, "lanes_per_rank": [1, 2, 1]}
 
 
@@ -149,47 +147,3 @@ def test_a_worker_that_dies_comes_back_by_itself_where_a_restart_policy_says_so(
     os.kill(pid, 9)
     assert job.wait("leader") == 0
     assert job.receipt()["weights_sha256"] == outside(LONG)
-
-
-@pytest.mark.fault(37, "of three elastic containers `docker kill` of one, then of another; `docker compose up --scale` brings two")
-def test_elastic_containers_are_killed_and_others_come(project: Callable[..., Project], tmp_path: Path, record_property: Note) -> None:
-    dist = {"world_size": "auto", "batch_size_per_gpu": None, "global_batch": 96, "lanes": 8, "elastic": True}
-    values = LONG | {"model": {"name": "mine.py:build"}, "dist": dist}
-    alone = Experiment(tmp_path / "alone")
-    job = project("elastic").set(values)
-    for folder in (job.folder, alone.folder):
-        folder.mkdir(exist_ok=True)
-        (folder / "mine.py").write_text(PACED_MODEL)
-    # `set` has resolved it.
-    written = yaml.safe_load((job.folder / "params.yaml").read_text())
-    (job.folder / "params.yaml").write_text(yaml.safe_dump(written | {"dist": written["dist"] | {"world_size": "auto"}}))
-    alone.params.write_text(yaml.safe_dump(values | {"dist": dist | {"elastic": False}}))
-    alone.run("prepare")
-    alone.run("train")
-
-    def ranks() -> list[int]:
-        journals = [path.read_text() for path in job.folder.glob("runs/*/journal.jsonl")]
-        return [line["ranks"] for text in journals for line in map(json.loads, text.splitlines()[:-1]) if line["kind"] == "ranks"]
-
-    (job.folder / "slow").touch()
-    job.compose("up", "--detach", WORKERS="2", WORKERS_RANGE="0:2")
-    until(lambda: ranks()[-1:] == [6], seconds=180, every_seconds=0.2)
-    seconds = []
-    for number, left in enumerate((4, 2)):
-        killed = job.compose("ps", "--quiet", "worker").split()[0]
-        sh("docker", "kill", killed)
-        killed_at = time.monotonic()
-        until(lambda left=left: ranks()[-1:] == [left], every_seconds=0.02)
-        seconds.append(time.monotonic() - killed_at)
-        assert len(job.compose("ps", "--quiet", "worker").split()) == 1 - number
-    job.compose("up", "--detach", "--no-deps", "--scale", "worker=2", "worker", WORKERS_RANGE="0:2")
-    until(lambda: ranks()[-1:] == [6], seconds=180, every_seconds=0.2)
-    (job.folder / "slow").unlink()
-    assert job.wait("leader") == 0, job.compose("logs", "leader")
-    assert job.receipt()["weights_sha256"] == alone.json("models/receipt.json")["weights_sha256"]
-    assert not list(job.folder.glob("runs/*/logs/*/*/attempt_0/lost_*")), "nobody was started again"
-    said = job.compose("logs", "leader")
-    assert said.count("is lost; the others go on") == 2, said
-    assert said.count("takes part from now on") == 2, said
-    assert [run["info"]["status"] for run in job.runs()] == ["FINISHED"]
-    record_property("happened", f"bit-equal, groups of {ranks()} ranks; {seconds[0]:.1f} and {seconds[1]:.1f} s from `docker kill` on")

@@ -4,7 +4,6 @@ A collective ends once all members of its group have come to it. It fails for wh
 another has seen it end: so survivors may be a step apart, as they may with gloo.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -13,6 +12,7 @@ from pipeline.cluster.messages import LEADER
 from pipeline.cluster.store import ClusterStore
 from pipeline.elastic import generations
 from pipeline.elastic.generations import DONE, WORKERS, Coordinator, Generation, Member, heartbeat_of, lost, machine_of
+from tests.kit.generation_faults import FAULTS, MACHINE_FAULTS
 from tests.kit.simulation import QUANTUM_SECONDS, Killed, Process, SimulatedClock, SimulatedServer, SimulatedStore, World
 
 TOTAL, PER_CHECKPOINT = 6, 3
@@ -236,66 +236,6 @@ class Job:
 
     def replace(self, machine: Machine) -> None:
         self._come(f"next-of/{len(self.machines)}", machine.num_ranks, NEXT_SECONDS)
-
-
-def disconnect(job: Job, target: str, living: list[str]) -> None:
-    """The network between two ranks that both live."""
-    for group in job.groups.values():
-        if target in group.generation.members:
-            group.left.add(target)
-
-
-def pause(job: Job, target: str, living: list[str]) -> None:
-    """SIGSTOP and SIGCONT."""
-    job.ranks[target].wakes_at = max(job.ranks[target].wakes_at, job.world.now) + 20
-
-
-FAULTS: dict[str, Callable[[Job, str, list[str]], None]] = {
-    "kill": lambda job, target, living: job.kill(target),
-    "kill two": lambda job, target, living: job.kill(*{target, living[0]}),
-    "kill all but one": lambda job, target, living: job.kill(*{*living} - {target}),
-    "kill all": lambda job, target, living: job.kill(*living),
-    "disconnect": disconnect,
-    "pause": pause,
-}
-
-
-def lose(job: Job, target: str, living: list[str]) -> None:
-    """A machine's power fails; its connections are closed, as by a container's end."""
-    machine = job.machines[machine_of(target)]
-    job.kill(*machine.ranks)
-    assert machine.agent is not None
-    machine.agent.alive, machine.agent.ended_at = False, job.world.now
-    job.replace(machine)
-
-
-def silence(job: Job, target: str, living: list[str]) -> None:
-    """A machine stands still for a time, and no connection is closed."""
-    machine = job.machines[machine_of(target)]
-    machine.was_silent = True
-    for one in (machine.agent, *(job.ranks[name] for name in machine.ranks)):
-        assert one is not None
-        one.wakes_at = max(one.wakes_at, job.world.now) + 20
-
-
-def late(job: Job, target: str, living: list[str]) -> None:
-    """A machine's agent stands still for a moment in which its ranks are at work, and a connection breaks."""
-    machine = job.machines[machine_of(target)]
-    machine.was_silent = True
-    assert machine.agent is not None
-    machine.agent.wakes_at = max(machine.agent.wakes_at, job.world.now) + 7
-    disconnect(job, target, living)
-
-
-def leave(job: Job, target: str, living: list[str]) -> None:
-    """A machine is told to stop."""
-    machine = job.machines[machine_of(target)]
-    if not machine.leaves:
-        machine.leaves = True
-        job.replace(machine)
-
-
-MACHINE_FAULTS: dict[str, Callable[[Job, str, list[str]], None]] = {"lose": lose, "silence": silence, "late": late, "leave": leave}
 
 
 def explore(ranks: int, plan: dict[int, Any] | None = None, random: Random | None = None, workers: int = 0) -> Job:

@@ -9,8 +9,10 @@ import pytest
 from torch.distributed import HashStore
 
 from pipeline.cluster.store import ClusterStore
+from pipeline.elastic import generations
 from pipeline.elastic.generations import WORKERS, Coordinator, Member, heartbeat_of
-from tests.kit.generations import FAULTS, MACHINE_FAULTS, Job, explore
+from tests.kit.generation_faults import FAULTS, MACHINE_FAULTS
+from tests.kit.generations import Job, explore
 
 # LOCKSTEP_SCHEDULES=100000 explores so many at random, and every point of every size.
 CAMPAIGN = int(os.environ.get("LOCKSTEP_SCHEDULES", "0"))
@@ -131,7 +133,7 @@ def test_a_rank_whose_machine_was_silent_comes_back() -> None:
 
     ours.failed()
     coordinator.look()
-    clock.now += 1.5
+    clock.now += generations.PATIENCE_SECONDS + 0.5
     alone = coordinator.look()
     assert alone is not None and alone.members == ["leader:a.0"], "nothing was heard of the other since"
     # It is there after all, and finds that it was left out.
@@ -165,6 +167,6 @@ def test_ranks_of_a_container_that_was_started_again_are_not_waited_for() -> Non
     coordinator.look()
     # The new one's agent is heard of, and its ranks are yet to be ready.
     store.put(heartbeat_of("other"), ["c", 0])
-    clock.now += 1.5
+    clock.now += generations.PATIENCE_SECONDS + 0.5
     alone = coordinator.look()
     assert alone is not None and alone.members == ["leader:a.0"]
