@@ -152,7 +152,7 @@ class MultiNode(Membership):
                 members.append(worker)
         if members != self._admitted:
             self._tell(set(self._admitted) - set(members), "is lost; the others go on")
-            self._tell(set(members) - set(self._admitted), "takes part from now on")
+            self._tell(set(members) - set(self._admitted), "joins")
             self._admitted = members
             self._store.put(f"{self._id}/members", members)
         return refusals

@@ -14,7 +14,7 @@ from tests.faults.elastic import lost_steps
 from tests.faults.test_elastic_faults import wait_for_ranks
 from tests.kit.experiment import PACED, PACED_MODEL, Experiment
 from tests.kit.leading import Job, end
-from tests.kit.trainings import mlflow_runs, ranks_of, same_figures, wait_for_step
+from tests.kit.trainings import mlflow_runs, ranks_of, same_figures, status, wait_for_step
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -23,9 +23,13 @@ Note = Callable[[str, object], None]
 MACHINES = PACED | {"dist__world_size": 4, "dist__nodes": 2, "dist__elastic": True}
 
 
+def processes_of(machine: subprocess.Popen[str]) -> list[psutil.Process]:
+    return [psutil.Process(machine.pid), *psutil.Process(machine.pid).children(recursive=True)]
+
+
 def lose(machine: subprocess.Popen[str]) -> None:
     """Kill all processes of a machine at once: nobody is left to tell."""
-    processes = [psutil.Process(machine.pid), *psutil.Process(machine.pid).children(recursive=True)]
+    processes = processes_of(machine)
     for one in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.suspend()
@@ -72,3 +76,45 @@ def test_machines_come_and_go_and_the_bits_stay(paced: Experiment, tmp_path: Pat
     assert [run.info.status for run in mlflow_runs(leading)] == ["FINISHED"]
     groups = [line["ranks"] for line in leading.journal("ranks")]
     record_property("happened", f"no step lost, bit-equal, groups of {groups} ranks; {seconds:.1f} s from the loss of a machine")
+
+
+@pytest.mark.fault(
+    37, "two elastic machines: the leader's ranks are lost; the other is silent (SIGSTOP); SIGTERM of both at once"
+)
+def test_the_leader_may_lose_its_ranks_and_the_other_machine_may_be_silent(
+    paced: Experiment, tmp_path: Path, record_property: Note
+) -> None:
+    job = Job(tmp_path, model=PACED_MODEL, **MACHINES)
+    slow = tmp_path / "slow"
+    slow.touch()
+    leading, leader, worker = job.leading, job.lead(SLOW_FILE=str(slow)), job.join(SLOW_FILE=str(slow))
+    wait_for_step(leading, 30, leader)
+    there = ranks_of(worker)
+    for one in ranks_of(leader):
+        one.kill()
+    until(lambda: len(leading.journal("ranks")) >= 2, leader)
+    wait_for_ranks(leading, 4)
+    assert ranks_of(worker) == there
+    assert not lost_steps(leading)
+
+    silent = processes_of(worker)
+    for one in silent:
+        one.suspend()
+    silent_at = time.monotonic()
+    wait_for_ranks(leading, 2)
+    seconds = time.monotonic() - silent_at
+    for one in silent:
+        one.resume()
+    wait_for_ranks(leading, 4)
+    assert not lost_steps(leading)
+
+    for one in (leader, worker):
+        one.send_signal(signal.SIGTERM)
+    (code, said), (of_worker, _) = end(leader), end(worker)
+    assert (code, of_worker) == (75, 75), said
+    stopped = status(leading)
+    assert (stopped["outcome"], stopped["step"]) == ("stopped", int(Path(stopped["checkpoint"]).stem[-8:]))
+    slow.unlink()
+    leading.set(**PACED).run("train")
+    same_figures(leading, paced)
+    record_property("happened", f"no step lost, {seconds:.1f} s without a silent machine; stopped at step {stopped['step']}, bit-equal")
