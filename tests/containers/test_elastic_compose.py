@@ -55,7 +55,7 @@ def digest_of_one(folder: Path) -> str:
     return alone.json("models/receipt.json")["weights_sha256"]
 
 
-@pytest.mark.fault(37, "of three elastic containers `docker kill` of one, then of another; `docker compose up --scale` brings two")
+@pytest.mark.fault(36, "of three elastic containers `docker kill` of one, then of another; `docker compose up --scale` brings two")
 def test_elastic_containers_are_killed_and_others_come(project: Callable[..., Project], tmp_path: Path, record_property: Note) -> None:
     expected, job = digest_of_one(tmp_path / "alone"), project("elastic")
     elastic, seconds = Elastic(job), list[float]()

@@ -38,7 +38,7 @@ def lose(machine: subprocess.Popen[str]) -> None:
             one.kill()
 
 
-@pytest.mark.fault(37, "of two elastic machines SIGKILL of a rank on each, loss of one, SIGTERM of its replacement; others come")
+@pytest.mark.fault(36, "of two elastic machines SIGKILL of a rank on each, loss of one, SIGTERM of its replacement; others come")
 def test_machines_come_and_go_and_the_bits_stay(paced: Experiment, tmp_path: Path, record_property: Note) -> None:
     job = Job(tmp_path, model=PACED_MODEL, **MACHINES)
     slow = tmp_path / "slow"
