@@ -78,9 +78,7 @@ def test_machines_come_and_go_and_the_bits_stay(paced: Experiment, tmp_path: Pat
     record_property("happened", f"no step lost, bit-equal, groups of {groups} ranks; {seconds:.1f} s from the loss of a machine")
 
 
-@pytest.mark.fault(
-    37, "two elastic machines: the leader's ranks are lost; the other is silent (SIGSTOP); SIGTERM of both at once"
-)
+@pytest.mark.fault(37, "two elastic machines: the leader's ranks are lost; the other is silent (SIGSTOP); SIGTERM of both at once")
 def test_the_leader_may_lose_its_ranks_and_the_other_machine_may_be_silent(
     paced: Experiment, tmp_path: Path, record_property: Note
 ) -> None:
