@@ -41,6 +41,11 @@ def run(config: Config, paths: Paths) -> int:
     # The model as it was trained, on the ranks that are asked for now.
     threads = {"threads_per_rank": trained.dist.threads_per_rank}
     config, placement = resolved(trained.model_copy(update={"dist": config.dist.model_copy(update=threads)}))
+    if config.dist.elastic and config.dist.nodes > 1:
+        # torch is imported only where there is a leader.
+        from pipeline.cluster.leader import on_those_that_are_there
+
+        config = on_those_that_are_there(config, log.info)
     store.verify(paths.prepared, manifest, ("test",))
     run = paths.runs / receipt.fingerprint
     job = Job(

@@ -98,6 +98,7 @@ def paced(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
     (experiment.folder / "mine.py").write_text(PACED_MODEL)
     experiment.set(**PACED).run("prepare")
     experiment.run("train")
+    experiment.run("evaluate")
     return experiment
 
 

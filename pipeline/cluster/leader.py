@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +11,19 @@ from typing import Literal, NoReturn
 
 from pipeline.cluster.membership import MultiNode, Size
 from pipeline.cluster.messages import LEADER, JobOffer, Reply
+from pipeline.cluster.presence import LOOK_SECONDS, Presence
 from pipeline.cluster.readiness import bitwise_requirements, gpus_of_ranks
 from pipeline.cluster.signals import on_stop_request
 from pipeline.cluster.store import connect
-from pipeline.config import PeerError
+from pipeline.config import Config, PeerError
 from pipeline.hardware.network import endpoint, interface, own_address, split
 from pipeline.job import Job
 from pipeline.launch.node import Membership, Node
 from pipeline.process_tree import SIZE, STOP_FILE, STORE
 from pipeline.runs.status import STOPPED, StopRequested
+
+# Long enough for two heartbeats of a worker, which has just been told the end of a job.
+PRESENCE_SECONDS = 5
 
 
 def lead_job(stage: Literal["train", "evaluate"], job: Job, say: Callable[[str], None]) -> Membership:
@@ -50,6 +55,18 @@ def lead_job(stage: Literal["train", "evaluate"], job: Job, say: Callable[[str],
     address = _own_address(members.replies)
     members.node = replace(node, address=address, interface=interface(address) or "lo")
     return members
+
+
+def on_those_that_are_there(config: Config, say: Callable[[str], None]) -> Config:
+    """Return a configuration without the machines that an elastic training has gone on without: nobody waits for them."""
+    dist, presence, until = config.dist, Presence(connect(*split(os.environ[STORE]))), time.monotonic() + PRESENCE_SECONDS
+    while (nodes := 1 + len(presence.workers())) < dist.nodes and time.monotonic() < until:
+        time.sleep(LOOK_SECONDS)
+    if nodes >= dist.nodes:
+        return config
+    say(f"{nodes} of {dist.nodes} machines are there; the others are not waited for")
+    size = {"nodes": nodes, "world_size": dist.world_size // dist.nodes * nodes, "lanes_per_rank": None}
+    return config.model_copy(update={"dist": dist.model_copy(update=size)})
 
 
 def _offer(stage: Literal["train", "evaluate"], job: Job, node: Node) -> JobOffer:
