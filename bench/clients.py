@@ -14,7 +14,8 @@ import psutil
 
 from pipeline.cluster.messages import LEADER
 from pipeline.cluster.store import connect, serve
-from pipeline.elastic.generations import Coordinator, Member
+from pipeline.elastic.coordinator import Coordinator
+from pipeline.elastic.generations import Member
 from pipeline.hardware.network import listen
 
 HOST = "127.0.0.1"

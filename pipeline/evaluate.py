@@ -41,21 +41,18 @@ def run(config: Config, paths: Paths) -> int:
     # The model as it was trained, on the ranks that are asked for now.
     threads = {"threads_per_rank": trained.dist.threads_per_rank}
     config, placement = resolved(trained.model_copy(update={"dist": config.dist.model_copy(update=threads)}))
-    if config.dist.elastic and config.dist.nodes > 1:
-        # torch is imported only where there is a leader.
-        from pipeline.cluster.leader import on_those_that_are_there
-
-        config = on_those_that_are_there(config, log.info)
     store.verify(paths.prepared, manifest, ("test",))
     run = paths.runs / receipt.fingerprint
-    job = Job(
-        config=config,
-        device=placement.device,
-        backend=placement.backend,
-        precision=receipt.precision,
-        prepared=paths.prepared,
-        run=run,
-        weights=paths.models / "model.safetensors",
+    job = _on_those_that_are_there(
+        Job(
+            config=config,
+            device=placement.device,
+            backend=placement.backend,
+            precision=receipt.precision,
+            prepared=paths.prepared,
+            run=run,
+            weights=paths.models / "model.safetensors",
+        )
     )
     with run_lock(run / "lock", lock_seconds(config.dist.grace_seconds)) as lock, errors_in_status(job, "evaluate", paths):
         # Or a training here would take what it begins for all that there is.
@@ -71,6 +68,16 @@ def run(config: Config, paths: Paths) -> int:
         return RankStage("evaluate", job, paths, lock).run(
             "pipeline.training.evaluate_rank", first_line, tags, Progress(job.journal, 1, 1), finish
         )
+
+
+def _on_those_that_are_there(job: Job) -> Job:
+    """Return the same job on the machines that an elastic training has left."""
+    if not job.elastic or job.config.dist.nodes == 1:
+        return job
+    # torch is imported only where there is a leader.
+    from pipeline.cluster.leader import on_those_that_are_there
+
+    return job.model_copy(update={"config": on_those_that_are_there(job.config, log.info)})
 
 
 def trained_with(receipt: Receipt, paths: Paths) -> Config:

@@ -35,7 +35,9 @@ class StageObserver:
         if self._one_by_one and not failure.deterministic:
             # The others get on, whatever step this one was in.
             judged = replace(failure, step=max(failure.step, journals.reached(self._job.journal, evaluated=False)))
-        if not (spent := self._patience.reason_to_stop(judged)):
+        # Another machine judges its own: the others go on without it.
+        spent = None if self._one_by_one and failure.host else self._patience.reason_to_stop(judged)
+        if not spent:
             anew = f"starting again from {checkpoints.newest(self._job.run) or 'the beginning'}"
             what = "the others go on, and it is started again beside them" if self._one_by_one else anew
             self._progress.say(f"{outcome.describe(failure, self._job.config)}; {what}")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from pipeline.collectives import wait
 from pipeline.config import MachineError
 from pipeline.heartbeat import COMPUTING, Heartbeat
 from pipeline.timeouts import CONNECT_SECONDS, GATHERING_SECONDS
@@ -62,7 +63,7 @@ class Ranks:
         padded[: len(rows)] = rows
         self.heartbeat.waiting()
         everyone = torch.empty((self.size * most, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
-        dist.all_gather_single(everyone, padded)
+        wait(dist.all_gather_single(everyone, padded, async_op=True))
         return torch.cat([everyone[rank * most : rank * most + count] for rank, count in enumerate(rows_per_rank)])
 
     def all_on_this_machine(self, flag: bool) -> bool:
@@ -76,18 +77,18 @@ class Ranks:
         assert not values.is_floating_point()
         total = values.clone()
         self.heartbeat.waiting()
-        dist.all_reduce(total)
+        wait(dist.all_reduce(total, async_op=True))
         return total
 
     def maximum(self, values: Tensor) -> None:
         """All-reduce to the largest value, in place."""
         self.heartbeat.waiting()
-        dist.all_reduce(values, dist.ReduceOp.MAX)
+        wait(dist.all_reduce(values, dist.ReduceOp.MAX, async_op=True))
 
     def start_logical_or(self, flag: bool) -> Callable[[], bool]:
         """Start an asynchronous logical OR over all ranks; the returned function waits for it and returns the answer."""
-        wait = self.start_maximum(flag)
-        return lambda: bool(wait())
+        answer = self.start_maximum(flag)
+        return lambda: bool(answer())
 
     def start_maximum(self, value: int) -> Callable[[], int]:
         """The same for the largest of small whole numbers."""
@@ -95,17 +96,17 @@ class Ranks:
         work = dist.all_reduce(answer, dist.ReduceOp.MAX, group=self.control, async_op=True)
         assert work is not None
 
-        def wait() -> int:
-            work.wait()
+        def answered() -> int:
+            wait(work)
             return int(answer.item())
 
-        return wait
+        return answered
 
     def broadcast_bytes(self, content: bytes, source: int = 0) -> bytes:
         """Broadcast one rank's bytes; returns them on every rank."""
         size = torch.tensor([len(content)])
         self.heartbeat.waiting()
-        dist.broadcast(size, source, group=self.control)
+        wait(dist.broadcast(size, source, group=self.control, async_op=True))
         buffer = torch.empty(int(size.item()), dtype=torch.uint8)
         if content:
             buffer = self.on_rank(source, lambda: torch.frombuffer(bytearray(content), dtype=torch.uint8), buffer)
@@ -116,7 +117,7 @@ class Ranks:
         """Broadcast one rank's values, in the host's memory, in place."""
         if values.numel():
             # As bytes: gloo does not know every type.
-            dist.broadcast(values.view(-1).view(torch.uint8), source, group=self.control)
+            wait(dist.broadcast(values.view(-1).view(torch.uint8), source, group=self.control, async_op=True))
 
     def collected(self, own: Tensor, per_rank: list[int], everywhere: bool = False) -> Tensor:
         """Return all ranks' elements, in the host's memory and in the order of ranks, on rank 0 or everywhere; elsewhere nothing."""
@@ -126,9 +127,9 @@ class Ranks:
             pieces[0].copy_(own)
             for rank, piece in enumerate(pieces[1:], 1):
                 if piece.numel():
-                    self.control.recv([piece.view(torch.uint8)], rank, 0).wait()
+                    wait(self.control.recv([piece.view(torch.uint8)], rank, 0))
         elif per_rank[self.rank]:
-            self.control.send([own.view(torch.uint8)], 0, 0).wait()
+            wait(self.control.send([own.view(torch.uint8)], 0, 0))
         if everywhere:
             self.broadcast(whole)
         return whole

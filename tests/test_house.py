@@ -20,7 +20,7 @@ FLOORS = [
     {"sections"},
     {"config", "files", "output", "pictures", "process_tree", "timeouts"},
     {"own_code"},
-    {"params", "job", "heartbeat", "stop_signals"},
+    {"params", "job", "heartbeat", "stop_signals", "collectives"},
     {"ranks", "hardware", "forkserver"},
     {"data", "models", "parallel", "tracking"},
     {"runs", "console", "report"},

@@ -59,7 +59,11 @@ def lead_job(stage: Literal["train", "evaluate"], job: Job, say: Callable[[str],
 
 def on_those_that_are_there(config: Config, say: Callable[[str], None]) -> Config:
     """Return a configuration without the machines that an elastic training has gone on without: nobody waits for them."""
-    dist, presence, until = config.dist, Presence(connect(*split(os.environ[STORE]))), time.monotonic() + PRESENCE_SECONDS
+    store = connect(*split(os.environ[STORE]))
+    if not store.get("num-offers"):
+        # Nothing was trained yet: workers may be about to come.
+        return config
+    dist, presence, until = config.dist, Presence(store), time.monotonic() + PRESENCE_SECONDS
     while (nodes := 1 + len(presence.workers())) < dist.nodes and time.monotonic() < until:
         time.sleep(LOOK_SECONDS)
     if nodes >= dist.nodes:

@@ -4,9 +4,9 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 
-from pipeline.cluster.messages import Clock, JobOffer, Reply
+from pipeline.cluster.messages import MEMBERS, Clock, JobOffer, Reply
 from pipeline.cluster.store import ClusterStore
 from pipeline.config import MachineError, PeerError
 from pipeline.launch.failures import Failure
@@ -21,7 +21,7 @@ ELASTIC_SILENT_SECONDS = 5
 # torchrun compares wall clocks for its keep-alives. A clock is behind if so many heartbeats say so: one may be late.
 CLOCK_SECONDS, CLOCK_HEARTBEATS = 5, 3
 # Between two looks at the workers the leader itself was stopped, if more time has passed.
-OWN_SLEEP_SECONDS = 5
+OWN_SLEEP_SECONDS = 2
 POLL_SECONDS, REVIEW_SECONDS = 0.1, 1
 
 
@@ -35,7 +35,7 @@ class Size:
     @classmethod
     def read(cls, said: str | None) -> "Size":
         """Read what `lead` tells the commands below it."""
-        return cls(*map(int, said.split(":"))) if said else ALL
+        return cls(*map(int, said.split(":"))) if said else FIXED
 
     @property
     def varies(self) -> bool:
@@ -45,8 +45,8 @@ class Size:
         return f"{self.least}:{self.most}"
 
 
-# Exactly as many as params.yaml says.
-ALL = Size(1, 1)
+# As many as `lead` has begun with.
+FIXED = Size(1, 1)
 
 
 @dataclass
@@ -85,12 +85,20 @@ class MultiNode(Membership):
     Of a job whose ranks go on without those of other machines, workers come and go while it runs, and it takes all it has work for.
     """
 
-    def __init__(self, node: Node, offer: JobOffer, store: ClusterStore, say: Callable[[str], None], clock: Clock = time, size: Size = ALL):
+    def __init__(
+        self, node: Node, offer: JobOffer, store: ClusterStore, say: Callable[[str], None], clock: Clock = time, size: Size = FIXED
+    ):
         super().__init__(node)
         self._begins_again, self._come_seconds = size.varies, ELASTIC_COME_SECONDS if size.varies else COME_SECONDS
         self.leaving, self.replies = False, list[Reply]()
         self._wanted, self._id, self._gpus = offer.config.dist.nodes - 1, offer.id, frozenset(offer.gpus)
-        self._least, self._most = (size.least - 1, max(size.most - 1, self._wanted)) if offer.elastic else (self._wanted, self._wanted)
+        self._least = self._most = self._wanted
+        if offer.elastic:
+            dist = offer.config.dist
+            # More ranks than lanes have nothing to compute.
+            useful = ceil(dist.pieces * dist.nodes / dist.world_size) - 1
+            # A job of a fixed size goes on with its leader alone, if it must.
+            self._least, self._most = size.least - 1, max(min(size.most - 1, useful), self._wanted)
         self._elastic, self._silent_seconds = offer.elastic, ELASTIC_SILENT_SECONDS if offer.elastic else SILENT_SECONDS
         self._sharing: set[str] = set()
         self._store, self._say, self._clock = store, say, clock
@@ -100,7 +108,7 @@ class MultiNode(Membership):
         self._reviewed_at = clock.monotonic()
         store.append("offers", offer.model_dump())
         # Workers ask for it twice a second, and for the offers themselves once.
-        store.count("num-offers")
+        store.put("num-offers", len(store.since("offers", 0)))
 
     def wait_for_workers(self, where: str) -> None:
         """Wait until enough workers have accepted the offer; PeerError if they do not come, MachineError if one cannot take part."""
@@ -151,16 +159,17 @@ class MultiNode(Membership):
             if len(members) < self._most and not self._shares_a_gpu(worker, members):
                 members.append(worker)
         if members != self._admitted:
-            self._tell(set(self._admitted) - set(members), "is lost; the others go on")
-            self._tell(set(members) - set(self._admitted), "joins")
+            self._tell(set(self._admitted) - set(members), "is lost", len(members))
+            self._tell(set(members) - set(self._admitted), "joins", len(members))
             self._admitted = members
-            self._store.put(f"{self._id}/members", members)
+            self._store.put(f"{self._id}/{MEMBERS}", members)
         return refusals
 
-    def _tell(self, workers: set[str], what: str) -> None:
+    def _tell(self, workers: set[str], what: str, left: int) -> None:
         """Say what becomes of workers of a job that goes on."""
         for worker in sorted(workers) if self._elastic and self._began else ():
-            self._say(f"machine {worker} {what}")
+            too_few = f"; {1 + left} of at least {1 + self._least} machines are left"
+            self._say(f"machine {worker} {what}{'' if what == 'joins' else too_few if left < self._least else '; the others go on'}")
 
     def _shares_a_gpu(self, worker: str, members: list[str]) -> bool:
         """Return whether a worker has a GPU of the leader's or of a member's, which nccl does not see in containers, and say so once."""
@@ -178,10 +187,11 @@ class MultiNode(Membership):
         self._num_leaving += len(names)
         for name in names:
             self._workers.pop(name, None)
-            if self._elastic and name in self._admitted:
-                self._tell({name}, "leaves on request; the others go on")
-                self._admitted = [one for one in self._admitted if one != name]
-                self._store.put(f"{self._id}/members", self._admitted)
+            left = [one for one in self._admitted if one != name]
+            if self._elastic and self._began and len(left) >= self._least and left != self._admitted:
+                self._tell({name}, "leaves on request", len(left))
+                self._admitted = left
+                self._store.put(f"{self._id}/{MEMBERS}", left)
             self.leaving |= self._began and name in self._admitted
 
     def _read_replies(self) -> list[str]:
@@ -191,6 +201,8 @@ class MultiNode(Membership):
             self.replies.append(reply)
             if reply.refusal:
                 refusals.append(f"{reply.host}: {reply.refusal}")
+                # Also one that took part, and has failed by itself.
+                self._workers.pop(reply.worker, None)
             else:
                 self._workers[reply.worker] = WorkerState(reply.host, 0.0, self._clock.monotonic(), gpus=frozenset(reply.gpus))
         return refusals
@@ -216,8 +228,7 @@ class MultiNode(Membership):
             return []
         self._begins_again = False
         self._store.append("lost", self._least - len(self._admitted))
-        hosts = sorted(state.host for worker, state in self._workers.items() if worker not in self._admitted)
-        return [Failure(None, PeerError.exit_code, f"worker {', '.join(hosts)} is lost", 0)]
+        return [Failure(None, PeerError.exit_code, f"{self._least - len(self._admitted)} of the machines that it needs are lost", 0)]
 
     def end_job(self, exit_code: int) -> None:
         """Tell the workers that the job is over, and how; only the first call counts."""

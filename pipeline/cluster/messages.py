@@ -8,6 +8,8 @@ from pipeline.config import Config
 
 # The leader's name among machines that come and go; a worker's has a slash.
 LEADER = "leader"
+# Where a job's workers stand that take part, behind its id.
+MEMBERS = "members"
 
 
 class JobOffer(BaseModel):

@@ -11,14 +11,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.cluster.messages import Clock, JobOffer, Reply
+from pipeline.cluster.messages import MEMBERS, Clock, JobOffer, Reply
 from pipeline.cluster.readiness import gpus_of_ranks
 from pipeline.cluster.store import ClusterStore
 from pipeline.config import MachineError, PeerError
 from pipeline.files import describe as describe_os_error
 from pipeline.job import Job
-from pipeline.launch.failures import Failure, LaunchResult
+from pipeline.launch.failures import FINAL_EXITS, Failure, LaunchResult
 from pipeline.launch.outcome import describe
+from pipeline.launch.restarts import RestartPolicy
 from pipeline.launch.supervisor import Observer
 from pipeline.runs.status import StopRequested
 from pipeline.timeouts import STORM_SECONDS, ending_seconds
@@ -39,6 +40,8 @@ class Worker:
         self._check, self._run_ranks, self._clock = check, run_ranks, clock
         self.stopped, self._stopped_at, self._busy = False, inf, False
         self._num_offers, self._offer_id, self._heartbeat_at, self._waits_until = 0, "", 0.0, 0.0
+        # Why this machine cannot go on with a job whose others can.
+        self._gave_up = ""
 
     def work(self) -> int:
         """Serve one job after the other until the leader ends; returns its exit code."""
@@ -99,7 +102,7 @@ class Worker:
         """Stay with a job until it ends: as a member from the beginning, or as a spare until another worker is lost."""
         if self._has_ended(offer):
             return
-        self._offer_id = offer.id
+        self._offer_id, self._gave_up = offer.id, ""
         job, refusal = self._check(offer)
         self._heartbeat_at = -inf
         self.send_heartbeat()
@@ -109,6 +112,7 @@ class Worker:
             log.info("cannot take part: %s", refusal)
         announced = bool(refusal)
         while not self._has_ended(offer):
+            refusal = refusal or self._gave_up
             if self.stopped:
                 return
             if not refusal and self._is_member(offer):
@@ -117,7 +121,7 @@ class Worker:
                 if self._take_part(offer, job):
                     self._wait_for_end(offer)
                 self._busy = False
-            elif not announced and self._store.get(f"{offer.id}/members"):
+            elif not announced and self._store.get(f"{offer.id}/{MEMBERS}"):
                 log.info("%s %s: enough others take part; waiting as a spare", offer.stage, offer.config.model.name)
                 announced = True
             if not refusal:
@@ -158,7 +162,14 @@ class Worker:
         return (self._store.get("num-offers") or 0) > self._num_offers
 
     def _is_member(self, offer: JobOffer) -> bool:
-        return self._name in (self._store.get(f"{offer.id}/members") or [])
+        return self._name in (self._store.get(f"{offer.id}/{MEMBERS}") or [])
+
+    def give_up(self, offer: JobOffer, why: str) -> None:
+        """Leave a job to the others, whatever the leader thinks of it."""
+        log.info("cannot go on: %s", why)
+        self._gave_up = why
+        with contextlib.suppress(PeerError):
+            self._reply(offer.id, why)
 
     def is_over(self, offer: JobOffer) -> bool:
         """Return whether the ranks here have nothing more to do: the job has ended, others do it, or the leader is gone."""
@@ -187,10 +198,16 @@ class _Reporter:
 
     def __init__(self, worker: Worker, offer: JobOffer):
         self._worker, self._offer, self.was_over = worker, offer, False
+        self._patience, self._gave_up = RestartPolicy(offer.config.dist.world_size), False
 
     def failed(self, failure: Failure) -> str | None:
-        """Report it."""
-        self._worker.report(self._offer, failure)
+        """Report it; of ranks that the others can do without, only what is started again."""
+        final = failure.exit_code in FINAL_EXITS and not failure.waiting
+        if self._offer.elastic and (final or self._patience.reason_to_stop(failure)):
+            self._gave_up = True
+            self._worker.give_up(self._offer, describe(failure, self._offer.config))
+        else:
+            self._worker.report(self._offer, failure)
 
     def say(self, text: str) -> None:
         """Log it here."""
@@ -207,5 +224,5 @@ class _Reporter:
 
     def is_done(self, idle_seconds: float) -> bool:
         """Return whether torchrun is to be ended here."""
-        self.was_over = self._worker.is_over(self._offer)
+        self.was_over = self._gave_up or self._worker.is_over(self._offer)
         return self.was_over

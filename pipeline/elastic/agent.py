@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import get_sub
 from pipeline import job as jobs
 from pipeline.cluster.store import ClusterStore, connect, serve
 from pipeline.config import PeerError
+from pipeline.elastic.coordinator import Coordinator
 from pipeline.elastic.generations import (
     DONE,
     HEARTBEAT_SECONDS,
@@ -26,7 +27,6 @@ from pipeline.elastic.generations import (
     LEADER,
     MACHINE,
     STORE,
-    Coordinator,
     heartbeat_of,
     lost,
     name_of,

@@ -10,8 +10,6 @@ heartbeat does not change, or is another agent's by now, its ranks are left out;
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import inf
-from typing import Any
 
 from pipeline.cluster.messages import LEADER, Clock
 from pipeline.cluster.store import ClusterStore
@@ -20,16 +18,12 @@ from pipeline.cluster.store import ClusterStore
 STORE = "LOCKSTEP_GENERATIONS"
 # The variables that tell the ranks of one machine from another's, and one that was started again from the one before.
 MACHINE, INCARNATION = "LOCKSTEP_MACHINE", "LOCKSTEP_INCARNATION"
-# Lists in the store: ranks that are ready, and ranks that have ended.
+# Lists in the store: ranks that are ready, and ranks that have ended or leave.
 READY, LOST = "ready", "lost"
-# Values there: the newest generation, the newest that leaves a silent machine out, whether the training is over, who are the workers.
-NEWEST, SILENT, DONE, WORKERS = "generation", "silent", "done", "members"
-# A failed collective mostly has a lost rank as its cause, which its agent has yet to tell.
-PATIENCE_SECONDS = 1.0
+# Values there: the newest generation, the newest that leaves a silent machine out, whether the training is over.
+NEWEST, SILENT, DONE = "generation", "silent", "done"
 # An agent's heartbeat changes so often.
 HEARTBEAT_SECONDS = 0.25
-# How long ranks are waited for, of which none holds the weights.
-START_SECONDS = 30.0
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.005, 0.25
 # A rank that has failed to enter so many generations in a row ends.
 MOST_IN_VAIN = 10
@@ -63,93 +57,12 @@ class Generation:
     members: list[str]
 
 
-class Coordinator:
-    """Announces generations; it outlives all ranks, and there is one for a job, on the leader."""
-
-    def __init__(self, store: ClusterStore, wanted: int, most: int, clock: Clock = time):
-        self._store, self._wanted, self._most, self._clock = store, wanted, most, clock
-        # Who is ready and not lost, in the order in which they came.
-        self._ready: list[str] = []
-        self._lost: set[str] = set()
-        self._num_ready, self._num_lost = 0, 0
-        self._generation = Generation(-1, [])
-        self._first_ready_at = inf
-        # Since when ranks wait for one that does not come or has failed, and every machine's heartbeat then.
-        self._waiting_since, self._heartbeats = inf, dict[str, Any]()
-        self._failed, self._silent = False, False
-
-    def look(self) -> Generation | None:
-        """Announce the next generation, if there is to be one."""
-        now, members = self._clock.monotonic(), self._generation.members
-        self._read(now)
-        waits_long = now > self._waiting_since + PATIENCE_SECONDS
-        if waits_long:
-            heard = {one: self._store.get(heartbeat_of(one)) for one in self._heartbeats}
-            living = {(one, heartbeat[0]) for one, heartbeat in heard.items() if heartbeat != self._heartbeats[one]}
-            self._keep(lambda name: machine_of(name) not in heard or (machine_of(name), agent_of(name)) in living)
-        alive = self._alive()
-        if not alive or machine_of(alive[0]) != LEADER:
-            due = False
-        elif not set(members) & set(alive):
-            # Nobody holds the weights but the checkpoint: they begin together.
-            self._first_ready_at = min(self._first_ready_at, now)
-            due = len(alive) >= self._wanted or now > self._first_ready_at + START_SECONDS
-        else:
-            due = alive != members or (waits_long and self._failed)
-        if waits_long:
-            self._waiting_since = inf
-        return self._announce(alive) if due else None
-
-    def _announce(self, members: list[str]) -> Generation:
-        self._generation = Generation(self._generation.number + 1, members)
-        self._first_ready_at, self._waiting_since = inf, inf
-        number = self._generation.number
-        self._store.put(f"{NEWEST}/{number}", members)
-        if self._silent:
-            self._store.put(SILENT, number)
-        self._store.put(NEWEST, number)
-        self._silent = False
-        return self._generation
-
-    def _alive(self) -> list[str]:
-        """The members of the next generation: those that were ready first, one of the leader's machine among them, and those in front."""
-        first = [name for name in self._ready if machine_of(name) == LEADER][:1]
-        found = first + [name for name in self._ready if name not in first]
-        return sorted(found[: self._most], key=lambda name: machine_of(name) != LEADER)
-
-    def _read(self, now: float) -> None:
-        for name in self._store.since(READY, self._num_ready):
-            self._num_ready += 1
-            if name not in self._ready:
-                self._ready.append(name)
-        lost = self._store.since(LOST, self._num_lost)
-        self._num_lost += len(lost)
-        self._lost.update(lost)
-        self._ready = [name for name in self._ready if name not in self._lost]
-        if any(machine_of(name) != LEADER for name in self._ready):
-            workers = {LEADER, *(self._store.get(WORKERS) or ())}
-            self._keep(lambda name: machine_of(name) in workers)
-        members, where = self._generation.members, f"{NEWEST}/{self._generation.number}"
-        self._failed = bool(self._store.get(f"{where}/failed"))
-        if not self._failed and (self._store.get(f"{where}/arrived") or 0) == len(members):
-            self._waiting_since = inf
-        elif self._waiting_since == inf:
-            self._waiting_since = now
-            self._heartbeats = {one: self._store.get(heartbeat_of(one)) for one in {*map(machine_of, members)} - {LEADER}}
-
-    def _keep(self, is_there: Callable[[str], bool]) -> None:
-        """Forget the ranks of machines that are silent; whoever waits for them is to wait no longer."""
-        before = len(self._ready)
-        self._ready = [name for name in self._ready if is_there(name)]
-        self._silent |= len(self._ready) < before
-
-
 class Member:
     """One rank's way from generation to generation."""
 
     def __init__(self, store: ClusterStore, name: str, clock: Clock = time):
         self._store, self._name, self._clock = store, name, clock
-        self._generation = Generation(-1, [])
+        self._generation = self._newest_known = Generation(-1, [])
 
     def ready(self) -> None:
         """Ask to be in the next generation."""
@@ -163,7 +76,7 @@ class Member:
         """Return the next generation, once this rank and all others of it have arrived; None if it gives up, or the training is over."""
         arrived, began_at, asked_at = Generation(self._generation.number, []), self._clock.monotonic(), self._generation.number
         while not given_up() and not self._store.get(DONE):
-            newest = self._newest() or arrived
+            newest = self._newest()
             if newest.number > arrived.number and self._name in newest.members:
                 if arrived.members and self._is_entered(arrived, False):
                     return self._entering(arrived)
@@ -189,9 +102,16 @@ class Member:
         self._generation = generation
         return generation
 
-    def _newest(self) -> Generation | None:
+    def _newest(self) -> Generation:
+        """The newest generation; its ranks, which may be many, are asked for once."""
         number: int | None = self._store.get(NEWEST)
-        return None if number is None else Generation(number, self._store.get(f"{NEWEST}/{number}"))
+        if number is not None and number != self._newest_known.number:
+            self._newest_known = Generation(number, self._store.get(f"{NEWEST}/{number}"))
+        return self._newest_known
+
+    def formed(self) -> None:
+        """Tell that the group of this generation has formed."""
+        self._store.put(f"{NEWEST}/{self._generation.number}/formed", True)
 
     def done(self) -> None:
         """Tell that the training is over, whoever is lost from here on."""
@@ -209,10 +129,12 @@ class Member:
     def waits_in_vain(self) -> tuple[int, bool] | None:
         """Return this generation's number if a newer one leaves some of its ranks out, and whether because their machine is silent."""
         own, newest = self._generation, self._newest()
-        if newest is None or newest.number <= own.number or set(own.members) <= set(newest.members):
+        if newest.number <= own.number or set(own.members) <= set(newest.members):
             return None
         silent: int | None = self._store.get(SILENT)
-        return own.number, silent is not None and silent > own.number
+        is_silent = silent is not None and silent > own.number
+        # Who leaves on request is waited for; who is lost lets the collectives of some fail.
+        return (own.number, is_silent) if is_silent or self._store.get(f"{NEWEST}/{own.number}/failed") else None
 
 
 def lost(store: ClusterStore, name: str) -> None:

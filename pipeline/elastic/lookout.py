@@ -12,8 +12,10 @@ from pipeline.elastic.process_groups import ProcessGroups
 from pipeline.heartbeat import Heartbeat, write_exit_reason
 
 LOOK_SECONDS = 1.0
-# How long a rank may neither compute nor get on in a group that has lost a member: longer than it may take to form one.
-HUNG_SECONDS = 10.0
+# How long a rank may neither compute nor get on in a group that has lost a member; and how much longer where it does not hear of it.
+HUNG_SECONDS, DEAF_SECONDS = 2.0, 10.0
+# And so many times as long as it has waited before.
+TIMES_LONGEST = 3
 # The CPU time that a thread which hangs may take meanwhile.
 LITTLE_SECONDS = 0.1
 
@@ -21,10 +23,11 @@ LITTLE_SECONDS = 0.1
 class Lookout:
     """Looks, from a thread beside the training, whether that waits in vain."""
 
-    def __init__(self, member: Member, groups: ProcessGroups, heartbeat: Heartbeat):
-        self._member, self._groups, self._heartbeat = member, groups, heartbeat
+    def __init__(self, member: Member, groups: ProcessGroups, heartbeat: Heartbeat, in_vain: threading.Event):
+        self._member, self._groups, self._heartbeat, self._in_vain = member, groups, heartbeat, in_vain
         self._clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
-        self._since, self._at = time.monotonic(), (-1, 0, 0.0)
+        self._since = self._looked_at = time.monotonic()
+        self._at, self._longest, self._got_on_at = (-1, 0, 0.0), 0.0, self._since
 
     def run(self) -> None:
         """Look until the process ends, or the store is gone."""
@@ -36,13 +39,24 @@ class Lookout:
     def _look(self) -> None:
         found = self._member.waits_in_vain()
         number, beats, seconds = self._groups.number, self._heartbeat.beats, time.clock_gettime(self._clock)
-        if found is None or found[0] != number or self._at[:2] != (number, beats) or seconds > self._at[2] + LITTLE_SECONDS:
-            self._since, self._at = time.monotonic(), (number, beats, seconds)
+        now, before = time.monotonic(), self._looked_at
+        self._looked_at = now
+        gets_on = self._at[:2] != (number, beats) or seconds > self._at[2] + LITTLE_SECONDS
+        # This process was stopped too, if it looks so late.
+        if gets_on or found is None or found[0] != number or now > before + 3 * LOOK_SECONDS:
+            if found is None and not gets_on:
+                self._longest = max(self._longest, now - self._got_on_at)
+            self._since, self._at = now, (number, beats, seconds)
+        if gets_on:
+            self._got_on_at = now
         if found is not None and found[1]:
             # No connection is closed by a silent machine.
             self._groups.shut(found[0])
-        if time.monotonic() > self._since + HUNG_SECONDS:
-            # gloo (torch 2.14) may miss the end of a connection on which it is about to send, and waits on.
+        hung_seconds = max(HUNG_SECONDS, TIMES_LONGEST * self._longest)
+        if now > self._since + hung_seconds and found is not None and self._groups.number == found[0]:
+            self._in_vain.set()
+        if now > self._since + hung_seconds + DEAF_SECONDS:
+            # It waits within torch.
             folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
             write_exit_reason(folder, "Connection closed by a peer, and gloo waits on", 1)
             os._exit(1)

@@ -5,11 +5,13 @@ import os
 import socket
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from pipeline.collectives import watch
 from pipeline.elastic.generations import LEADER, Generation, machine_of
 from pipeline.hardware.network import sockets, split
 from pipeline.heartbeat import Heartbeat
@@ -35,6 +37,7 @@ class ProcessGroups:
         self._store = PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], store_of_all)
         # Who shuts the sockets of a group from another thread does not shut those of the next one.
         self._lock, self.number = threading.Lock(), OUTSIDE
+        self.in_vain = watch()
         # Sockets that are not the group's, by the kernel's names.
         self._others: set[str] = set()
         # This rank, before it is in a group, and in each of them.
@@ -53,6 +56,7 @@ class ProcessGroups:
         dist.distributed_c10d._world.group_count = 0  # pyright: ignore[reportPrivateUsage]
         with self._lock:
             self._others, self.number = set(sockets().values()), generation.number
+            self.in_vain.clear()
         info = Rendezvous(store, rank, size, self._heartbeat, self.on_leader)
         try:
             group = init_group(self._job.device, self._job.backend, info, FORMING_SECONDS)
@@ -68,7 +72,8 @@ class ProcessGroups:
         """Leave the group without a word to the others, whose collectives fail; returns what is left of it."""
         found = list[object](dist.distributed_c10d._world.pg_map)  # pyright: ignore[reportPrivateUsage]
         self.shut(self.number)
-        self.number = OUTSIDE
+        with self._lock:
+            self.number = OUTSIDE
         if dist.is_initialized():
             dist.destroy_process_group()
         self.ranks.become(Ranks(0, 1, self.ranks.device, None, self._heartbeat))  # pyright: ignore[reportArgumentType]
@@ -80,6 +85,7 @@ class ProcessGroups:
             for descriptor, name in sockets().items() if number == self.number else ():
                 if name not in self._others:
                     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                        # gloo ends the process if it cannot listen any more.
-                        if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        # The number may be another's by now; and gloo ends the process if it cannot listen any more.
+                        same = str(Path(f"/proc/self/fd/{connection.fileno()}").readlink()) == name
+                        if same and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                             connection.shutdown(socket.SHUT_RDWR)

@@ -80,7 +80,7 @@ class ElasticTraining:
 
     def run(self) -> None:
         """Train until it is over, or until this rank is asked to stop and has nothing that is worth saving."""
-        while (generation := self._member.next(lambda: self._agreed.gives_up(self._handover.at is not None))) is not None:
+        while (generation := self._member.next(self._gives_up)) is not None:
             try:
                 self._enter(generation)
                 while not self._trained():
@@ -95,6 +95,11 @@ class ElasticTraining:
                 log.info("generation %d has lost a rank: %s", generation.number, str(error).splitlines()[0])
                 self._member.failed()
             self._leave()
+
+    def _gives_up(self) -> bool:
+        """Asked while this rank waits for others, perhaps long, as a spare."""
+        self._group.heartbeat.waiting()
+        return self._agreed.gives_up(self._handover.at is not None)
 
     def _trained(self) -> bool:
         """Train to the end; returns False where the lanes are to be shared out anew."""
@@ -113,6 +118,7 @@ class ElasticTraining:
         """Form the group, and come to the step that is next."""
         self._groups.enter(generation)
         self._group.on_rank_zero(self._open_journal, None)
+        self._group.on_rank_zero(self._member.formed, None)
         at = self._handover.meet(self._writes)
         self._writes, self._entered_at = self._group.on_rank_zero(lambda: True, False), at.step
         log.info("generation %d: rank %d of %d goes on at step %d", generation.number, self._group.rank, self._group.size, at.step)

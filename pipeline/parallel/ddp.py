@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeline import collectives
 from pipeline.config import ConfigError, Dist
 from pipeline.parallel import hierarchy
 from pipeline.parallel.lane_buffers import LaneBuffers
@@ -30,7 +31,9 @@ class Ddp(Replicated):
         super().__init__(task.model)
         self._task, self._lanes, self._ranks, self.reads = task, lanes, ranks, lanes.own
         # Buffers are not broadcast: every lane starts from the same ones, and their mean is taken below.
-        self._ddp = DistributedDataParallel(task.model, forward_sync_buffers=False, gradient_as_bucket_view=True)
+        # Nor are weights where ranks come and go: those that come have got them from a peer.
+        alike = collectives.in_vain is not None
+        self._ddp = DistributedDataParallel(task.model, forward_sync_buffers=False, gradient_as_bucket_view=True, init_sync=not alike)
         self._buffers, self._find_unused = LaneBuffers(task.model, lanes), find_unused
         self._wanted = {name: one for name, one in task.model.named_parameters() if one.requires_grad}
         self._gradients = LaneGradients(lanes, ranks, list(self._wanted.values()), reduction) if reduction else None

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn import Parameter
 
+from pipeline.collectives import wait
 from pipeline.parallel.lanes import Lanes, TreeNode, fold, maximal_nodes, push
 from pipeline.ranks import Ranks
 
@@ -39,7 +40,7 @@ class Sum:
     def wait(self) -> None:
         """Wait for what was sent last; alone, nothing is sent."""
         if self.work is not None:
-            self.work.wait()
+            wait(self.work)
 
 
 class Reduction(Protocol):

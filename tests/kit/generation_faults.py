@@ -68,4 +68,15 @@ def leave(job: Job, target: str, living: list[str]) -> None:
         job.replace(machine)
 
 
-MACHINE_FAULTS: dict[str, Callable[[Job, str, list[str]], None]] = {"lose": lose, "silence": silence, "late": late, "leave": leave}
+def comes_in_vain(job: Job, target: str, living: list[str]) -> None:
+    """Another machine comes that reaches the store, and that no rank can reach."""
+    job.replace(job.machines[machine_of(target)], unreachable=True)
+
+
+MACHINE_FAULTS: dict[str, Callable[[Job, str, list[str]], None]] = {
+    "lose": lose,
+    "silence": silence,
+    "late": late,
+    "leave": leave,
+    "comes in vain": comes_in_vain,
+}

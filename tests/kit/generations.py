@@ -1,52 +1,23 @@
-"""The ranks of an elastic job in simulated time: their own protocol, with a model of what torch does for them.
-
-A collective ends once all members of its group have come to it. It fails for whoever looks after a member has died or left, also where
-another has seen it end: so survivors may be a step apart, as they may with gloo.
-"""
+"""The ranks of an elastic job in simulated time: their own protocol, with a model of what torch does for them."""
 
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from pipeline.cluster.messages import LEADER
+from pipeline.cluster.messages import LEADER, MEMBERS
 from pipeline.cluster.store import ClusterStore
-from pipeline.elastic import generations
-from pipeline.elastic.generations import DONE, WORKERS, Coordinator, Generation, Member, heartbeat_of, lost, machine_of
+from pipeline.elastic import coordinator, generations
+from pipeline.elastic.coordinator import Coordinator
+from pipeline.elastic.generations import DONE, MOST_IN_VAIN, Member, heartbeat_of, lost, machine_of
 from tests.kit.generation_faults import FAULTS, MACHINE_FAULTS
+from tests.kit.generation_group import Group, Lost
 from tests.kit.simulation import QUANTUM_SECONDS, Killed, Process, SimulatedClock, SimulatedServer, SimulatedStore, World
 
 TOTAL, PER_CHECKPOINT = 6, 3
 # Here all that sleep do so for a second at least: an agent is heard of as often in this time as in the real one.
-generations.PATIENCE_SECONDS = QUANTUM_SECONDS * generations.PATIENCE_SECONDS / generations.HEARTBEAT_SECONDS
+coordinator.PATIENCE_SECONDS = QUANTUM_SECONDS * coordinator.PATIENCE_SECONDS / generations.HEARTBEAT_SECONDS
 # When a machine is taken for lost, and when another one comes in its place.
 SILENT_SECONDS, NEXT_SECONDS = 8, 12
-
-
-class Lost(Exception):
-    """A collective has failed."""
-
-
-class Group:
-    """One generation's group: who has come to which collective, and with what."""
-
-    def __init__(self, job: "Job", generation: Generation):
-        self._job, self.generation = job, generation
-        self._came: dict[Any, dict[str, Any]] = {}
-        self.left: set[str] = set()
-
-    def collective(self, process: Process, member: Member, name: str, which: Any, value: Any = None) -> dict[str, Any]:
-        """Return what all members brought, once all have come."""
-        came, began_at = self._came.setdefault(which, {}), self._job.world.now
-        came[name] = value
-        while True:
-            process.sleep(QUANTUM_SECONDS)
-            if self.left or not all(self._job.lives(one) for one in self.generation.members):
-                raise Lost
-            if self._job.world.now > began_at + 3 and (found := member.waits_in_vain()) and found[1]:
-                # What Lookout does.
-                raise Lost
-            if len(came) == len(self.generation.members):
-                return came
 
 
 @dataclass
@@ -65,8 +36,11 @@ class Machine:
 class Job:
     """A coordinator, ranks that are started again, machines that come and go, and what happens to them."""
 
-    def __init__(self, world: World, ranks: int, workers: int = 0):
+    def __init__(self, world: World, ranks: int, workers: int = 0, most: int | None = None):
         self.world, self.wanted = world, ranks * (1 + workers)
+        self.most = most or self.wanted
+        # Machines that reach the store, and with which no group forms.
+        self.unreachable: set[str] = set()
         self.machines: dict[str, Machine] = {}
         self.server = SimulatedServer(lambda key, value: None)
         self.groups: dict[int, Group] = {}
@@ -117,15 +91,15 @@ class Job:
             there = [one.name for one in self.machines.values() if one.name != LEADER and self.is_there(one, process)]
             if there != admitted:
                 admitted = there
-                store.put(WORKERS, admitted)
+                store.put(MEMBERS, admitted)
             process.sleep(QUANTUM_SECONDS)
 
     def _agent(self, process: Process, machine: Machine) -> None:
         """Starts again who is lost; the leader's announces generations."""
         store = ClusterStore(SimulatedStore(self.server, process), "agent")
         leads, gone = machine.name == LEADER, set[str]()
-        coordinator = Coordinator(store, self.wanted, self.wanted, SimulatedClock(process)) if leads else None
-        while not leads and machine.name not in (store.get(WORKERS) or []):
+        coordinator = Coordinator(store, min(self.wanted, self.most), self.most, SimulatedClock(process)) if leads else None
+        while not leads and machine.name not in (store.get(MEMBERS) or []):
             if store.get(DONE):
                 return
             process.sleep(QUANTUM_SECONDS)
@@ -139,7 +113,7 @@ class Job:
                     self._start(machine)
             if coordinator:
                 coordinator.look()
-            elif not machine.leaves and not store.get(DONE) and machine.name not in store.get(WORKERS):
+            elif not machine.leaves and not store.get(DONE) and machine.name not in store.get(MEMBERS):
                 # Others do it; this machine may be needed again.
                 self.kill(*machine.ranks)
                 self._come(f"{machine.name}'", machine.num_ranks)
@@ -151,22 +125,29 @@ class Job:
     def _rank(self, process: Process, name: str) -> None:
         clock = SimulatedClock(process)
         member = Member(ClusterStore(SimulatedStore(self.server, process), "agent"), name, clock)
-        machine = self.machines[machine_of(name)]
+        machine, in_vain = self.machines[machine_of(name)], 0
         member.ready()
         while (generation := member.next(lambda: machine.leaves)) is not None:
             group = self.groups.setdefault(generation.number, Group(self, generation))
             try:
                 self._meet(process, member, name, group)
+                in_vain = 0
                 if self._train(process, name, group, member):
                     return
             except Lost:
                 group.left.add(name)
                 member.failed()
+                in_vain += 1
+                if in_vain > MOST_IN_VAIN:
+                    self.violated(f"{name} gives up")
+                    return
             group.left.add(name)
 
     def _meet(self, process: Process, member: Member, name: str, group: Group) -> None:
         """What Handover does."""
         group.collective(process, member, name, "form")
+        if name == group.generation.members[0]:
+            member.formed()
         steps = group.collective(process, member, name, "steps", self.held[name])
         known = [step for step in steps.values() if step is not None]
         if not known:
@@ -234,13 +215,15 @@ class Job:
             if self.ranks[name].alive:
                 self.ranks[name].alive, self.ranks[name].ended_at = False, self.world.now
 
-    def replace(self, machine: Machine) -> None:
-        self._come(f"next-of/{len(self.machines)}", machine.num_ranks, NEXT_SECONDS)
+    def replace(self, machine: Machine, unreachable: bool = False) -> None:
+        name = f"next-of/{len(self.machines)}"
+        self.unreachable |= {name} if unreachable else set()
+        self._come(name, machine.num_ranks, NEXT_SECONDS)
 
 
-def explore(ranks: int, plan: dict[int, Any] | None = None, random: Random | None = None, workers: int = 0) -> Job:
+def explore(ranks: int, plan: dict[int, Any] | None = None, random: Random | None = None, workers: int = 0, most: int | None = None) -> Job:
     """Run a job to its end."""
-    job = Job(World(plan, random), ranks, workers)
+    job = Job(World(plan, random), ranks, workers, most)
     job.world.run()
     ended = [name for name, one in job.ranks.items() if one.ended_at < float("inf") and job.held[name] == TOTAL]
     if not job.world.violations and (job.checkpoint != TOTAL or not ended):

@@ -20,14 +20,15 @@ from types import SimpleNamespace
 from pipeline.elastic import lookout
 from pipeline.heartbeat import Heartbeat
 
-lookout.LOOK_SECONDS, lookout.HUNG_SECONDS = 0.05, 0.6
+lookout.LOOK_SECONDS, lookout.HUNG_SECONDS, lookout.DEAF_SECONDS = 0.05, 0.3, 0.6
+lookout.LITTLE_SECONDS = 0.005
 kind, folder = sys.argv[1], Path(sys.argv[2])
-own, shut = Heartbeat(folder), []
+own, shut, in_vain = Heartbeat(folder), [], threading.Event()
 own.set_rank(2)
 found = (7, kind == "silent")
 member = SimpleNamespace(waits_in_vain=lambda: found)
 groups = SimpleNamespace(number=8 if kind == "another" else 7, shut=shut.append)
-threading.Thread(target=lookout.Lookout(member, groups, own).run, daemon=True).start()
+threading.Thread(target=lookout.Lookout(member, groups, own, in_vain).run, daemon=True).start()
 until = time.monotonic() + 2
 while time.monotonic() < until:
     if kind == "computes":
@@ -36,13 +37,13 @@ while time.monotonic() < until:
         time.sleep(0.1)
     if kind == "silent":
         own.computing()
-print(len(shut) > 10)
+print(len(shut) > 10, in_vain.is_set())
 """
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [("hangs", None), ("computes", "False"), ("another", "False"), ("silent", "True")],
+    [("hangs", None), ("computes", "False False"), ("another", "False False"), ("silent", "True False")],
 )
 def test_a_rank_that_hangs_in_a_group_that_is_no_more_ends(kind: str, said: str | None, tmp_path: Path) -> None:
     variables = os.environ | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}

@@ -134,10 +134,12 @@ def test_a_step_that_was_not_finished_leaves_the_buffers_as_they_were() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def asked(group: Ranks, outdated: bool, stops: int) -> list[str]:
-    """What a rank is told between steps, while one may be asked to stop."""
+def asked(group: Ranks, outdated: bool, stops: int, leads: bool = True) -> list[str]:
+    """What a rank is told between steps, while one may be asked to stop, or to leave."""
     agreement.LOOK_SECONDS = 0
-    agreed, found = Agreed(group, 600, lambda: outdated), list[str]()
+    left = list[str]()
+    member = SimpleNamespace(is_outdated=lambda: outdated, leave=lambda: left.append("left"))
+    agreed, found = Agreed(group, 600, member, leads), list[str]()  # type: ignore[arg-type]
     if group.rank == stops:
         agreed._asked = True
     for _ in range(3):
@@ -146,7 +148,7 @@ def asked(group: Ranks, outdated: bool, stops: int) -> list[str]:
         except Regroup:
             found.append("regroup")
     agreed.close()
-    return found
+    return found + left
 
 
 def test_all_ranks_agree_to_stop_or_to_enter_another_group(run_ranks: Any) -> None:
@@ -156,9 +158,15 @@ def test_all_ranks_agree_to_stop_or_to_enter_another_group(run_ranks: Any) -> No
         assert results == [["go on", answer, "go on" if answer == "regroup" else answer] for answer in cases.values()]
 
 
+def test_a_rank_of_another_machine_leaves_and_says_so_once(run_ranks: Any) -> None:
+    for results in run_ranks(2, (asked, (False, 1, False))):
+        assert results[0][:3] == ["go on"] * 3
+    assert results[0][3:] == ["left"]
+
+
 def asked_to_reshare(group: Ranks) -> list[str]:
     """What a rank is told that knows better shares, as all do."""
-    agreed, found = Agreed(group, 600, lambda: False), list[str]()
+    agreed, found = Agreed(group, 600, SimpleNamespace(is_outdated=lambda: False), True), list[str]()  # type: ignore[arg-type]
     agreed.reshares = True
     for ask in (agreed.stops, agreed.agreed, agreed.agreed):
         try:
