@@ -148,13 +148,15 @@ class Campaign:
 
 
 def lost_steps(experiment: Experiment) -> list[dict[str, Any]]:
-    """The lines of groups that began at an earlier step than one that is logged."""
-    logged, found = 0, []
+    """The lines of groups that began at an earlier step than was reached before."""
+    reached, found = 0, []
     for line in experiment.journal("metrics", "ranks"):
-        if "train/loss" in line.get("values", {}):
-            logged = max(logged, line["step"])
-        elif line["kind"] == "ranks" and line["step"] < logged:
+        if line["kind"] == "ranks" and line["step"] < reached:
             found.append(line)
+            # What is done again is not logged twice.
+            reached = line["step"]
+        elif line["kind"] == "ranks" or "train/loss" in line["values"]:
+            reached = max(reached, line["step"])
     return found
 
 
