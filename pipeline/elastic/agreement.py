@@ -1,7 +1,6 @@
 """What ranks agree on between two steps."""
 
 import contextlib
-import time
 from collections.abc import Callable
 
 from pipeline.config import PeerError
@@ -10,8 +9,6 @@ from pipeline.ranks import Ranks
 from pipeline.training.stopping import Stop
 
 NOTHING, REGROUP, STOP = range(3)
-# How often to look for a newer generation.
-LOOK_SECONDS = 0.2
 
 
 class Regroup(Exception):
@@ -29,7 +26,6 @@ class Agreed(Stop):
         super().__init__(ranks, alarm_seconds)
         # A signal stops the training on the leader; another machine's ranks leave it, and the others go on.
         self._member, self._leads, self._is_leaving = member, leads, False
-        self._looked_at = -LOOK_SECONDS
         self._wait: Callable[[], int] | None = None
         # Set, on all ranks alike, where other shares of the lanes would be faster.
         self.reshares = False
@@ -57,20 +53,9 @@ class Agreed(Stop):
             self._is_leaving = True
             with contextlib.suppress(PeerError):
                 self._member.leave()
-        outdated = self._ranks.on_rank_zero(self._look, False)
+        outdated = self._ranks.on_rank_zero(self._member.is_outdated, False)
         self._wait = self._ranks.start_maximum(STOP if self._asked and self._leads else REGROUP if outdated else NOTHING)
         return answer == STOP
-
-    def _look(self) -> bool:
-        """Return whether a newer generation is announced; not at every step, as that takes a moment."""
-        now = time.monotonic()
-        if now - self._looked_at < LOOK_SECONDS:
-            return False
-        self._looked_at = now
-        # Without the agent there is no newer one, and this rank is about to be told to stop.
-        with contextlib.suppress(PeerError):
-            return self._member.is_outdated()
-        return False
 
     def forget(self) -> None:
         """Drop what was asked and found in a group that is no more."""

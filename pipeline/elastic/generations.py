@@ -122,12 +122,11 @@ class Member:
         self._store.count(f"{NEWEST}/{self._generation.number}/failed")
 
     def is_outdated(self) -> bool:
-        """Return whether a newer generation is announced."""
-        newest: int = self._store.get(NEWEST)
-        return newest > self._generation.number
+        """Return whether a newer generation is known of."""
+        return self._newest_known.number > self._generation.number
 
     def waits_in_vain(self) -> tuple[int, bool] | None:
-        """Return this generation's number if a newer one leaves some of its ranks out, and whether because their machine is silent."""
+        """Look for a newer generation: return this one's number if that leaves ranks out, and whether because their machine is silent."""
         own, newest = self._generation, self._newest()
         if newest.number <= own.number or set(own.members) <= set(newest.members):
             return None

@@ -1,4 +1,4 @@
-"""A rank does not wait for ever for one that is no longer there."""
+"""A rank hears of newer generations, and does not wait for ever for one that is no longer there."""
 
 import contextlib
 import os
@@ -11,7 +11,8 @@ from pipeline.elastic.generations import Member
 from pipeline.elastic.process_groups import ProcessGroups
 from pipeline.heartbeat import Heartbeat, write_exit_reason
 
-LOOK_SECONDS = 1.0
+# Rank 0 tells the others of a newer generation. Not from the training itself: an answer waits until a CPU is free.
+LOOK_SECONDS, FIRST_LOOK_SECONDS = 1.0, 0.2
 # How long a rank may neither compute nor get on in a group that has lost a member; and how much longer where it does not hear of it.
 HUNG_SECONDS, DEAF_SECONDS = 2.0, 10.0
 # And so many times as long as it has waited before.
@@ -21,7 +22,7 @@ LITTLE_SECONDS = 0.1
 
 
 class Lookout:
-    """Looks, from a thread beside the training, whether that waits in vain."""
+    """Looks, from a thread beside the training, for newer generations, and whether the training waits in vain."""
 
     def __init__(self, member: Member, groups: ProcessGroups, heartbeat: Heartbeat, in_vain: threading.Event):
         self._member, self._groups, self._heartbeat, self._in_vain = member, groups, heartbeat, in_vain
@@ -33,7 +34,7 @@ class Lookout:
         """Look until the process ends, or the store is gone."""
         with contextlib.suppress(PeerError):
             while True:
-                time.sleep(LOOK_SECONDS)
+                time.sleep(self._groups.ranks.on_rank_zero(lambda: FIRST_LOOK_SECONDS, LOOK_SECONDS))
                 self._look()
 
     def _look(self) -> None:

@@ -174,6 +174,8 @@ class Job:
             if self.machines[machine_of(name)].leaves and not self.told.get(name):
                 self.told[name] = True
                 member.leave()
+            if name == group.generation.members[0]:
+                member.waits_in_vain()
             outdated = name == group.generation.members[0] and member.is_outdated()
             if any(group.collective(process, member, name, ("step", step), outdated).values()):
                 return False

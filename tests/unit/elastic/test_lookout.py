@@ -27,7 +27,8 @@ own, shut, in_vain = Heartbeat(folder), [], threading.Event()
 own.set_rank(2)
 found = (7, kind == "silent")
 member = SimpleNamespace(waits_in_vain=lambda: found)
-groups = SimpleNamespace(number=8 if kind == "another" else 7, shut=shut.append)
+ranks = SimpleNamespace(on_rank_zero=lambda mine, others: others)
+groups = SimpleNamespace(ranks=ranks, number=8 if kind == "another" else 7, shut=shut.append)
 threading.Thread(target=lookout.Lookout(member, groups, own, in_vain).run, daemon=True).start()
 until = time.monotonic() + 2
 while time.monotonic() < until:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.elastic import agreement
 from pipeline.elastic.agreement import Agreed, Regroup, Reshare
 from pipeline.elastic.handover import Handover
 from pipeline.elastic.speeds import Speeds
@@ -136,7 +135,6 @@ def test_a_step_that_was_not_finished_leaves_the_buffers_as_they_were() -> None:
 
 def asked(group: Ranks, outdated: bool, stops: int, leads: bool = True) -> list[str]:
     """What a rank is told between steps, while one may be asked to stop, or to leave."""
-    agreement.LOOK_SECONDS = 0
     left = list[str]()
     member = SimpleNamespace(is_outdated=lambda: outdated, leave=lambda: left.append("left"))
     agreed, found = Agreed(group, 600, member, leads), list[str]()  # type: ignore[arg-type]
