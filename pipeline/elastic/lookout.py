@@ -53,10 +53,10 @@ class Lookout:
         if found is not None and found[1]:
             # No connection is closed by a silent machine.
             self._groups.shut(found[0])
-        hung_seconds = max(HUNG_SECONDS, TIMES_LONGEST * self._longest)
-        if now > self._since + hung_seconds and found is not None and self._groups.number == found[0]:
+        if now > self._since + HUNG_SECONDS:
+            # If a slow peer would still have come, it comes to the next group.
             self._in_vain.set()
-        if now > self._since + hung_seconds + DEAF_SECONDS:
+        if now > self._since + HUNG_SECONDS + max(DEAF_SECONDS, TIMES_LONGEST * self._longest):
             # It waits within torch.
             folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
             write_exit_reason(folder, "Connection closed by a peer, and gloo waits on", 1)
