@@ -17,11 +17,11 @@ COME_SECONDS, ELASTIC_COME_SECONDS = 600, 60
 # A worker without a heartbeat for so long is lost; torchrun's agents use the same limit.
 SILENT_SECONDS = 15
 # Of one whose ranks may come back, the next one takes the place earlier.
-ELASTIC_SILENT_SECONDS = 5
+ELASTIC_SILENT_SECONDS = 8
 # torchrun compares wall clocks for its keep-alives. A clock is behind if so many heartbeats say so: one may be late.
 CLOCK_SECONDS, CLOCK_HEARTBEATS = 5, 3
 # Between two looks at the workers the leader itself was stopped, if more time has passed.
-OWN_SLEEP_SECONDS = 2
+OWN_SLEEP_SECONDS = 5
 POLL_SECONDS, REVIEW_SECONDS = 0.1, 1
 
 

@@ -1,6 +1,7 @@
 """A rank hears of newer generations, and does not wait for ever for one that is no longer there."""
 
 import contextlib
+import faulthandler
 import os
 import threading
 import time
@@ -57,7 +58,8 @@ class Lookout:
             # If a slow peer would still have come, it comes to the next group.
             self._in_vain.set()
         if now > self._since + HUNG_SECONDS + max(DEAF_SECONDS, TIMES_LONGEST * self._longest):
-            # It waits within torch.
+            # It waits within torch; where, its log will tell.
+            faulthandler.dump_traceback(all_threads=True)
             folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
             write_exit_reason(folder, "Connection closed by a peer, and gloo waits on", 1)
             os._exit(1)

@@ -34,6 +34,8 @@ class ProcessGroups:
         self._job, self._name, self._heartbeat = job, name, heartbeat
         host, port = split(store)
         store_of_all = dist.TCPStore(host, port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
+        # By itself it would wait five minutes for what a lost rank was to put there.
+        store_of_all.set_timeout(timedelta(seconds=FORMING_SECONDS))
         self._store = PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], store_of_all)
         # Who shuts the sockets of a group from another thread does not shut those of the next one.
         self._lock, self.number = threading.Lock(), OUTSIDE

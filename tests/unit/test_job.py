@@ -28,7 +28,6 @@ def test_ranks_go_on_without_each_other_where_that_keeps_the_bits_and_is_asked_f
         ({"lanes_per_rank": [1, 3]}, "lanes_per_rank: [1, 3] is for a number of ranks that stays"),
         ({"algorithm": "butterfly"}, "algorithm: butterfly has groups within the group"),
         ({"device": "cuda", "backend": "nccl"}, "it was not tried on cuda with nccl"),
-        ({"nodes": 2}, "nodes: 2 machines start and end together"),
     ],
 )
 def test_where_they_cannot_it_is_said_why(settings: dict[str, Any], why: str) -> None:
