@@ -78,7 +78,8 @@ def test_a_writer_that_is_killed_at_any_call_hides_no_later_value(port: int, aft
         except Interrupted:
             died += 1
         others.append("list", f"later {call}")
-        assert others.since("list", 0)[-1] == f"later {call}"
+        # What the killed one has sent may come behind it.
+        assert f"later {call}" in others.since("list", 0)
     # One call does all of it.
     assert died == 1
 
