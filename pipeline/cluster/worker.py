@@ -144,7 +144,7 @@ class Worker:
             with contextlib.suppress(PeerError):
                 self._store.append(f"{offer.id}/leaving", self._name)
             if offer.elastic and not self._has_ended(offer):
-                raise StopRequested("left on request; the others go on")
+                raise StopRequested("left on request")
         return not reporter.was_over
 
     def _wait_for_end(self, offer: JobOffer) -> None:

@@ -1,5 +1,6 @@
 """The parts of an elastic training: who gets what from whom, and what is undone of a step that was not finished."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline import collectives
 from pipeline.elastic.agreement import Agreed, Regroup, Reshare
 from pipeline.elastic.handover import Handover
 from pipeline.elastic.speeds import Speeds
@@ -202,3 +204,22 @@ def test_lanes_move_where_that_is_worth_it(run_ranks: Any) -> None:
 )
 def test_a_lost_connection_is_told_from_what_is_wrong_with_this_rank(error: RuntimeError, loss: bool) -> None:
     assert is_loss(error) == loss
+
+
+def waits(group: Ranks, in_vain: bool) -> str:
+    """What a rank hears of a collective to which the other comes late, told or not that it waits in vain."""
+    event = collectives.watch()
+    if in_vain:
+        event.set()
+    try:
+        time.sleep(1.2 * group.rank)
+        return str(group.start_maximum(group.rank)())
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        collectives.in_vain = None
+
+
+def test_a_rank_waits_for_a_late_one_until_it_is_told_that_it_waits_in_vain(run_ranks: Any) -> None:
+    results = run_ranks(2, (waits, (False,)), (waits, (True,)))
+    assert results == [["1", "Connection closed by a peer, and gloo waits on"], ["1", "1"]]
