@@ -9,9 +9,6 @@ RETURN_SECONDS = 600
 # How long ranks may take, at least, to begin and to write the model, before they count as hung.
 START_SECONDS = 120
 
-# How long ranks wait for each other that are about to form an elastic group: all of them have said that they are there.
-FORMING_SECONDS = 5
-
 # How long ranks wait, beside the training, for rank 0 to take their shards of a checkpoint: its disk may be slow.
 GATHERING_SECONDS = 24 * 3600
 
@@ -20,6 +17,11 @@ CONNECT_SECONDS = 60
 
 # How long the agent waits for the fork server, which may be importing torch from a slow disk, before it executes a rank instead.
 FORK_SECONDS = 60
+
+
+def forming_seconds(ranks: int) -> float:
+    """How long ranks wait for each other that are about to form an elastic group: all of them have said that they are there."""
+    return 2 + ranks / 50
 
 
 def collective_seconds(timeout_seconds: int) -> int:

@@ -37,12 +37,25 @@ from pipeline.launch.agent import Agent, main, report
 HOST = "127.0.0.1"
 # How often to look for ranks that are ready; that one is lost is known at once. Each look takes the ranks' time.
 IDLE_SECONDS, BUSY_SECONDS = 0.5, 0.01
+# How long to wait for a look that is under way.
+ENDING_SECONDS = 2.0
 # How many looks after a change are busy ones.
 BUSY_LOOKS = 500
 
 
 class ElasticAgent(Agent):
     """Keeps this machine's ranks running, one by one; the leader's also announces who makes up the group."""
+
+    def run(self, *arguments: Any) -> RunResult:
+        """Run as torchrun's agent does, and end what runs beside it."""
+        self._over, self._coordinating = os.eventfd(0), threading.Thread()
+        try:
+            return super().run(*arguments)  # pyright: ignore[reportReturnType]
+        finally:
+            os.eventfd_write(self._over, 1)
+            if self._coordinating.ident:
+                # Python aborts the process if it ends while a thread is in a call of torch.
+                self._coordinating.join(ENDING_SECONDS)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
@@ -53,7 +66,7 @@ class ElasticAgent(Agent):
             os.environ[STORE] = f"{HOST}:{port}"
             # Nobody else's: it ends with this process.
             self._served = serve(HOST, port, listening)
-        self._store = connect(*split(os.environ[STORE]), job)
+        self._generations = connect(*split(os.environ[STORE]), job)
         # Another agent of this machine and job may have been before.
         os.environ[INCARNATION] = self._incarnation = uuid.uuid4().hex[:8]
         self._watched: dict[int, str] = {}
@@ -64,23 +77,27 @@ class ElasticAgent(Agent):
         machine = os.environ.get(MACHINE, LEADER)
         dist = jobs.read(Path(spec.args[-1])).config.dist
         # More ranks than lanes have nothing to compute.
-        coordinator = Coordinator(self._store, dist.world_size, dist.pieces) if machine == LEADER else None
-        threading.Thread(target=self._coordinate, args=(coordinator, self._store, machine), daemon=True).start()
+        coordinator = Coordinator(self._generations, dist.world_size, dist.pieces) if machine == LEADER else None
+        self._coordinating = threading.Thread(target=self._coordinate, args=(coordinator, self._generations, machine), daemon=True)
+        self._coordinating.start()
         return pids
 
     def _watch(self, pid: int, name: str) -> None:
         try:
             self._watched[os.pidfd_open(pid)] = name
         except ProcessLookupError:
-            lost(self._store, name)
+            lost(self._generations, name)
 
     def _coordinate(self, coordinator: Coordinator | None, store: ClusterStore, machine: str) -> None:
-        """Tell which ranks are lost, and announce generations, until this process ends: also while ranks save and stop."""
+        """Tell which ranks are lost, and announce generations, until the agent ends: also while ranks save and stop."""
         busy, seconds = BUSY_LOOKS, IDLE_SECONDS if coordinator else HEARTBEAT_SECONDS
         # Where the store is gone, this machine is about to be told to stop.
         with contextlib.suppress(PeerError):
             for number in itertools.count():
-                ended, _, _ = select.select(list(self._watched), [], [], BUSY_SECONDS if busy and coordinator else seconds)
+                soon = BUSY_SECONDS if busy and coordinator else seconds
+                ended, _, _ = select.select([self._over, *self._watched], [], [], soon)
+                if self._over in ended:
+                    return
                 for descriptor in ended:
                     lost(store, self._watched.pop(descriptor))
                     os.close(descriptor)
@@ -91,7 +108,7 @@ class ElasticAgent(Agent):
 
     def _is_done(self) -> bool:
         try:
-            return bool(self._store.get(DONE))
+            return bool(self._generations.get(DONE))
         except PeerError:
             return True
 

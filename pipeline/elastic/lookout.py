@@ -5,6 +5,7 @@ import faulthandler
 import os
 import threading
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 from pipeline.config import PeerError
@@ -18,6 +19,8 @@ LOOK_SECONDS, FIRST_LOOK_SECONDS = 1.0, 0.2
 HUNG_SECONDS, DEAF_SECONDS = 2.0, 10.0
 # And so many times as long as it has waited before.
 TIMES_LONGEST = 3
+# How long to wait for a look that is under way.
+ENDING_SECONDS = 2.0
 # The CPU time that a thread which hangs may take meanwhile.
 LITTLE_SECONDS = 0.1
 
@@ -30,12 +33,23 @@ class Lookout:
         self._clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
         self._since = self._looked_at = time.monotonic()
         self._at, self._longest, self._got_on_at = (-1, 0, 0.0), 0.0, self._since
+        self._over = threading.Event()
 
-    def run(self) -> None:
-        """Look until the process ends, or the store is gone."""
+    @contextlib.contextmanager
+    def looking(self) -> Generator[None]:
+        """Look until the block ends, or the store is gone."""
+        thread = threading.Thread(target=self._run, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            # Python aborts the process if it ends while a thread is in a call of torch.
+            thread.join(ENDING_SECONDS)
+
+    def _run(self) -> None:
         with contextlib.suppress(PeerError):
-            while True:
-                time.sleep(self._groups.ranks.on_rank_zero(lambda: FIRST_LOOK_SECONDS, LOOK_SECONDS))
+            while not self._over.wait(self._groups.ranks.on_rank_zero(lambda: FIRST_LOOK_SECONDS, LOOK_SECONDS)):
                 self._look()
 
     def _look(self) -> None:

@@ -17,10 +17,12 @@ from pipeline.hardware.network import sockets, split
 from pipeline.heartbeat import Heartbeat
 from pipeline.job import Job
 from pipeline.ranks import Ranks, Rendezvous, init_group
-from pipeline.timeouts import FORMING_SECONDS, collective_seconds
+from pipeline.timeouts import collective_seconds, forming_seconds
 
 # The number of a group that is none.
 OUTSIDE = -1
+# gloo waits so many times its timeout for a connection: one that has died meanwhile never makes it.
+CONNECTING_TIMES = 5
 
 
 class LostPeer(RuntimeError):
@@ -34,8 +36,8 @@ class ProcessGroups:
         self._job, self._name, self._heartbeat = job, name, heartbeat
         host, port = split(store)
         store_of_all = dist.TCPStore(host, port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
-        # By itself it would wait five minutes for what a lost rank was to put there.
-        store_of_all.set_timeout(timedelta(seconds=FORMING_SECONDS))
+        # Ask for all addresses at once.
+        os.environ["GLOO_ENABLE_STORE_V2_API"] = "1"
         self._store = PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], store_of_all)
         # Who shuts the sockets of a group from another thread does not shut those of the next one.
         self._lock, self.number = threading.Lock(), OUTSIDE
@@ -54,6 +56,9 @@ class ProcessGroups:
         """Enter a generation's group; LostPeer if that cannot be."""
         store = PrefixStore(f"group/{generation.number}", self._store)
         rank, size = generation.members.index(self._name), len(generation.members)
+        seconds = forming_seconds(size)
+        # By itself it would wait five minutes for the address of a lost rank.
+        store.set_timeout(timedelta(seconds=seconds))
         # torch numbers groups, also one that did not come about here; its number is part of the keys under which ranks meet.
         dist.distributed_c10d._world.group_count = 0  # pyright: ignore[reportPrivateUsage]
         with self._lock:
@@ -61,7 +66,7 @@ class ProcessGroups:
             self.in_vain.clear()
         info = Rendezvous(store, rank, size, self._heartbeat, self.on_leader)
         try:
-            group = init_group(self._job.device, self._job.backend, info, FORMING_SECONDS)
+            group = init_group(self._job.device, self._job.backend, info, seconds / CONNECTING_TIMES)
         except RuntimeError as error:
             raise LostPeer(str(error)) from error
         timeout = timedelta(seconds=collective_seconds(self._job.config.dist.timeout_seconds))

@@ -3,7 +3,6 @@
 import gc
 import logging
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,8 +32,7 @@ def main(job: Job) -> None:
     # Kernels are compiled and chosen at their first call: nobody is to wait for that.
     own_seconds = seconds_of(0, work.task, heartbeat, times=1)
     member = Member(connect(*split(store), os.environ["TORCHELASTIC_RUN_ID"]), name)
-    threading.Thread(target=Lookout(member, groups, heartbeat, groups.in_vain).run, daemon=True).start()
-    with ThreadPoolExecutor(1) as executor:
+    with Lookout(member, groups, heartbeat, groups.in_vain).looking(), ThreadPoolExecutor(1) as executor:
         training = ElasticTraining(work, member, groups, executor, own_seconds)
         # What is imported stays: whoever leaves a group has its remains collected, and would look through all of torch.
         gc.freeze()

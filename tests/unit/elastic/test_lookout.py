@@ -29,15 +29,16 @@ found = (7, kind == "silent")
 member = SimpleNamespace(waits_in_vain=lambda: found)
 ranks = SimpleNamespace(on_rank_zero=lambda mine, others: others)
 groups = SimpleNamespace(ranks=ranks, number=8 if kind == "another" else 7, shut=shut.append)
-threading.Thread(target=lookout.Lookout(member, groups, own, in_vain).run, daemon=True).start()
-until = time.monotonic() + 2
-while time.monotonic() < until:
-    if kind == "computes":
-        sum(range(10_000))
-    else:
-        time.sleep(0.1)
-    if kind == "silent":
-        own.computing()
+with lookout.Lookout(member, groups, own, in_vain).looking():
+    until = time.monotonic() + 2
+    while time.monotonic() < until:
+        if kind == "computes":
+            sum(range(10_000))
+        else:
+            time.sleep(0.1)
+        if kind == "silent":
+            own.computing()
+assert threading.active_count() == 1
 print(len(shut) > 10, in_vain.is_set())
 """
 
