@@ -1,6 +1,7 @@
 """What a stage makes of its ranks while they run: how they fare, for people, and whether those that fail are started again."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from pipeline.console import Progress
 from pipeline.job import Job
@@ -39,7 +40,9 @@ class StageObserver:
         spent = None if self._one_by_one and failure.host else self._patience.reason_to_stop(judged)
         if not spent:
             anew = f"starting again from {checkpoints.newest(self._job.run) or 'the beginning'}"
-            what = "the others go on, and it is started again beside them" if self._one_by_one else anew
+            # Ranks have other numbers in the next group; a folder of logs has one place for each.
+            logs = f" (log: {'/'.join(Path(failure.log).parts[-3:])})" if failure.log else ""
+            what = f"whoever is left goes on, and it is started again{logs}" if self._one_by_one else anew
             self._progress.say(f"{outcome.describe(failure, self._job.config)}; {what}")
         return spent
 

@@ -38,7 +38,7 @@ def main(job: Job) -> None:
         gc.freeze()
         member.ready()
         training.run()
-    logging.getLogger(__name__).info("the training is over")
+    logging.getLogger(__name__).info("this rank is done")
 
 
 if __name__ == "__main__":
