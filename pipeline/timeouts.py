@@ -9,6 +9,9 @@ RETURN_SECONDS = 600
 # How long ranks may take, at least, to begin and to write the model, before they count as hung.
 START_SECONDS = 120
 
+# How long the end of a process waits for its threads that are in a call of torch: Python aborts it if it ends before them.
+ENDING_SECONDS = 2.0
+
 # How long ranks wait, beside the training, for rank 0 to take their shards of a checkpoint: its disk may be slow.
 GATHERING_SECONDS = 24 * 3600
 
@@ -20,8 +23,11 @@ FORK_SECONDS = 60
 
 
 def forming_seconds(ranks: int) -> float:
-    """How long ranks wait for each other that are about to form an elastic group: all of them have said that they are there."""
-    return 2 + ranks / 50
+    """How long a rank that is about to form an elastic group waits for the others' addresses, and for each connection to one.
+
+    All of them have said that they are there; but they connect one after the other, and each connection takes a round trip.
+    """
+    return 2 + ranks / 20
 
 
 def collective_seconds(timeout_seconds: int) -> int:

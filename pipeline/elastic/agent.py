@@ -21,6 +21,7 @@ from pipeline.cluster.store import ClusterStore, connect, serve
 from pipeline.config import PeerError
 from pipeline.elastic.coordinator import Coordinator
 from pipeline.elastic.generations import (
+    ADDRESSES_TOGETHER,
     DONE,
     HEARTBEAT_SECONDS,
     INCARNATION,
@@ -33,12 +34,11 @@ from pipeline.elastic.generations import (
 )
 from pipeline.hardware.network import listen, split
 from pipeline.launch.agent import Agent, main, report
+from pipeline.timeouts import ENDING_SECONDS
 
 HOST = "127.0.0.1"
 # How often to look for ranks that are ready; that one is lost is known at once. Each look takes the ranks' time.
 IDLE_SECONDS, BUSY_SECONDS = 0.5, 0.01
-# How long to wait for a look that is under way.
-ENDING_SECONDS = 2.0
 # How many looks after a change are busy ones.
 BUSY_LOOKS = 500
 
@@ -48,13 +48,12 @@ class ElasticAgent(Agent):
 
     def run(self, *arguments: Any) -> RunResult:
         """Run as torchrun's agent does, and end what runs beside it."""
-        self._over, self._coordinating = os.eventfd(0), threading.Thread()
+        self._over, self._coordinating = os.eventfd(0), None
         try:
             return super().run(*arguments)  # pyright: ignore[reportReturnType]
         finally:
             os.eventfd_write(self._over, 1)
-            if self._coordinating.ident:
-                # Python aborts the process if it ends while a thread is in a call of torch.
+            if self._coordinating:
                 self._coordinating.join(ENDING_SECONDS)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -69,6 +68,7 @@ class ElasticAgent(Agent):
         self._generations = connect(*split(os.environ[STORE]), job)
         # Another agent of this machine and job may have been before.
         os.environ[INCARNATION] = self._incarnation = uuid.uuid4().hex[:8]
+        os.environ |= ADDRESSES_TOGETHER
         self._watched: dict[int, str] = {}
         self._num_lost = 0
         pids = super()._start_workers(worker_group)

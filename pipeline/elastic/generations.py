@@ -18,6 +18,8 @@ from pipeline.cluster.store import ClusterStore
 STORE = "LOCKSTEP_GENERATIONS"
 # The variables that tell the ranks of one machine from another's, and one that was started again from the one before.
 MACHINE, INCARNATION = "LOCKSTEP_MACHINE", "LOCKSTEP_INCARNATION"
+# gloo asks for addresses together, and waits for them as long as the store is told; it is itself told a shorter time.
+ADDRESSES_TOGETHER = {"GLOO_ENABLE_STORE_V2_API": "1"}
 # Lists in the store: ranks that are ready, and ranks that have ended or leave.
 READY, LOST = "ready", "lost"
 # Values there: the newest generation, the newest that leaves a silent machine out, whether the training is over.
@@ -25,8 +27,8 @@ NEWEST, SILENT, DONE = "generation", "silent", "done"
 # An agent's heartbeat changes so often.
 HEARTBEAT_SECONDS = 0.25
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.005, 0.25
-# A rank that has failed to enter so many generations in a row ends.
-MOST_IN_VAIN = 10
+# A rank that has failed to enter so many generations in a row ends: after some five minutes, where each takes 3 s.
+MOST_IN_VAIN = 100
 
 
 def name_of(environment: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ from pipeline.config import PeerError
 from pipeline.elastic.generations import Member
 from pipeline.elastic.process_groups import ProcessGroups
 from pipeline.heartbeat import Heartbeat, write_exit_reason
+from pipeline.timeouts import ENDING_SECONDS
 
 # Rank 0 tells the others of a newer generation. Not from the training itself: an answer waits until a CPU is free.
 LOOK_SECONDS, FIRST_LOOK_SECONDS = 1.0, 0.2
@@ -19,8 +20,6 @@ LOOK_SECONDS, FIRST_LOOK_SECONDS = 1.0, 0.2
 HUNG_SECONDS, DEAF_SECONDS = 2.0, 10.0
 # And so many times as long as it has waited before.
 TIMES_LONGEST = 3
-# How long to wait for a look that is under way.
-ENDING_SECONDS = 2.0
 # The CPU time that a thread which hangs may take meanwhile.
 LITTLE_SECONDS = 0.1
 
@@ -44,7 +43,6 @@ class Lookout:
             yield
         finally:
             self._over.set()
-            # Python aborts the process if it ends while a thread is in a call of torch.
             thread.join(ENDING_SECONDS)
 
     def _run(self) -> None:

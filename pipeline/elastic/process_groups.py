@@ -36,8 +36,6 @@ class ProcessGroups:
         self._job, self._name, self._heartbeat = job, name, heartbeat
         host, port = split(store)
         store_of_all = dist.TCPStore(host, port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
-        # Ask for all addresses at once.
-        os.environ["GLOO_ENABLE_STORE_V2_API"] = "1"
         self._store = PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], store_of_all)
         # Who shuts the sockets of a group from another thread does not shut those of the next one.
         self._lock, self.number = threading.Lock(), OUTSIDE
@@ -70,8 +68,10 @@ class ProcessGroups:
         except RuntimeError as error:
             raise LostPeer(str(error)) from error
         timeout = timedelta(seconds=collective_seconds(self._job.config.dist.timeout_seconds))
+        # All but single sends and receives, which keep the one from above: `ddp` with `flat` has none.
         for one in {dist.group.WORLD, group.control}:
             dist.set_timeout(timeout, one)  # pyright: ignore
+        store.set_timeout(timeout)
         self._heartbeat.set_rank(rank)
         self.ranks.become(group)
 

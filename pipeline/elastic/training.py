@@ -24,7 +24,7 @@ from pipeline.launch.failures import CONSEQUENCE
 from pipeline.parallel import Strategy
 from pipeline.parallel.lanes import Lanes, Replicated, Totals
 from pipeline.ranks import shutdown_group
-from pipeline.timeouts import alarm_seconds
+from pipeline.timeouts import ENDING_SECONDS, alarm_seconds
 from pipeline.tracking.journal import LANES, RANKS, Journal, Notes, Silent, Writer
 from pipeline.training import loop, schedule
 from pipeline.training.clipping import Clipping
@@ -77,9 +77,18 @@ class ElasticTraining:
         self._writes, self._entered_at, self._in_vain = False, 0, 0
         self._lanes, self._speeds = Lanes(config.dist.pieces_per_rank, 0, config.dist.images_per_step), Speeds(own_seconds)
         self._strategy: Redoable | None = None
+        # What clears away the last group.
+        self._clearing: threading.Thread | None = None
 
     def run(self) -> None:
         """Train until it is over, or until this rank is asked to stop and has nothing that is worth saving."""
+        try:
+            self._run()
+        finally:
+            if self._clearing:
+                self._clearing.join(ENDING_SECONDS)
+
+    def _run(self) -> None:
         while (generation := self._member.next(self._gives_up)) is not None:
             try:
                 self._enter(generation)
@@ -195,7 +204,8 @@ class ElasticTraining:
         left = self._groups.leave()
         self._drop_strategy()
         # The end of a group waits for what gloo has under way, which may be for ever.
-        threading.Thread(target=left.clear, daemon=True).start()
+        self._clearing = threading.Thread(target=left.clear, daemon=True)
+        self._clearing.start()
 
     def _drop_strategy(self) -> None:
         # DDP would take part in the backward passes of the next one.

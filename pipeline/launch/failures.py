@@ -15,8 +15,8 @@ from pipeline.stop_signals import signal_name
 
 # What a rank's error says if it lost its connection to a peer.
 CONSEQUENCE = re.compile(
-    r"onnection (closed|reset|refused|was likely closed)|connectFullMesh|Broken pipe|Timed out waiting|unhandled system error"
-    r"|remote process exited|communicator was aborted|collective operation timeout"
+    r"onnection (closed|reset|refused|was likely closed)|connectFullMesh|Broken pipe|Timed out waiting|wait timeout after"
+    r"|unhandled system error|remote process exited|communicator was aborted|collective operation timeout"
 )
 OUT_OF_MEMORY = re.compile(r"out of memory|[Cc]an(no|')t allocate memory|not enough memory|MemoryError|bad_alloc|_ALLOC(ATION)?_FAILED")
 CRASH_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")

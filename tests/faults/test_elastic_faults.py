@@ -61,6 +61,8 @@ def test_the_others_go_on_without_a_lost_rank_and_it_comes_back(
     assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]
     kept = sorted(path.parent.parent.name for path in (experiment.run_folder / "logs").glob("*/*/attempt_0/lost_*/*/stderr.log"))
     assert kept == ["lost_0", "lost_1", "lost_2"]
+    (log,) = (experiment.run_folder / "logs").glob("*/torchrun.log")
+    assert not re.search("terminate called|exit barrier", log.read_text())
     record_property("happened", f"no step lost, bit-equal, groups of {[line['ranks'] for line in experiment.journal('ranks')]} ranks")
 
 

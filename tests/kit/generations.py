@@ -8,7 +8,7 @@ from pipeline.cluster.messages import LEADER, MEMBERS
 from pipeline.cluster.store import ClusterStore
 from pipeline.elastic import coordinator, generations
 from pipeline.elastic.coordinator import Coordinator
-from pipeline.elastic.generations import DONE, MOST_IN_VAIN, Member, heartbeat_of, lost, machine_of
+from pipeline.elastic.generations import DONE, Member, heartbeat_of, lost, machine_of
 from tests.kit.generation_faults import FAULTS, MACHINE_FAULTS
 from tests.kit.generation_group import Group, Lost
 from tests.kit.simulation import QUANTUM_SECONDS, Killed, Process, SimulatedClock, SimulatedServer, SimulatedStore, World
@@ -18,6 +18,9 @@ TOTAL, PER_CHECKPOINT = 6, 3
 coordinator.PATIENCE_SECONDS = QUANTUM_SECONDS * coordinator.PATIENCE_SECONDS / generations.HEARTBEAT_SECONDS
 # When a machine is taken for lost, and when another one comes in its place.
 SILENT_SECONDS, NEXT_SECONDS = 8, 12
+
+# A tenth of what a rank takes to give up.
+MANY_IN_VAIN = 10
 
 
 @dataclass
@@ -138,7 +141,7 @@ class Job:
                 group.left.add(name)
                 member.failed()
                 in_vain += 1
-                if in_vain > MOST_IN_VAIN:
+                if in_vain > MANY_IN_VAIN:
                     self.violated(f"{name} gives up")
                     return
             group.left.add(name)

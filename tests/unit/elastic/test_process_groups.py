@@ -1,17 +1,22 @@
-"""The forming of a group, one of which is no longer there."""
+"""The forming of a group, one of which is late, or no longer there."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from pipeline.cluster.store import serve
+from pipeline.elastic.generations import ADDRESSES_TOGETHER
 from pipeline.hardware.network import listen
 from tests.kit.experiment import ROOT
 
-# Of two ranks, the one with the smaller port waits to be connected to: here each of them in about half of all groups.
+# Of two ranks one waits to be connected to, which by their addresses: each of them in about half of all groups.
 GROUPS = 12
 PROGRAM = """
 import os
@@ -25,49 +30,106 @@ from pipeline.elastic.process_groups import LostPeer, ProcessGroups
 from pipeline.heartbeat import Heartbeat
 from pipeline.job import Job
 
-name, store, folder, groups = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
+name, store, folder, what = sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4]
 job = Job(config=Config(), device="cpu", backend="gloo", precision="fp32", prepared=folder, run=folder)
+groups = ProcessGroups(job, name, store, Heartbeat(folder))
 
 
-def enter(number):
-    ProcessGroups(job, name, store, Heartbeat(folder)).enter(Generation(number, ["leader:a.0", "leader:a.1"]))
+def enter(number, groups=groups):
+    groups.enter(Generation(number, ["leader:a.0", "leader:a.1"]))
 
 
-if name == "leader:a.1":
-    for number in range(groups):
+if what == "dies":
+    for number in range(GROUPS):
         if os.fork() == 0:
-            print("comes", flush=True)
-            enter(number)
+            os.write(1, b"c")
+            enter(number, ProcessGroups(job, name, store, Heartbeat(folder)))
     time.sleep(600)
-for number in range(groups):
+os.write(1, b"c")
+input()
+for number in range(GROUPS if what == "finds it dead" else 1):
     began = time.monotonic()
     try:
         enter(number)
     except LostPeer:
         print(time.monotonic() - began, flush=True)
+    else:
+        print("formed", flush=True)
     if time.monotonic() > began + 1:
         break
+groups.leave()
 """
 
 
-def test_a_group_is_given_up_soon_whose_other_rank_is_gone_with_its_address_told(tmp_path: Path) -> None:
+class Rank:
+    """One of two ranks, a process."""
+
+    def __init__(self, number: int, store: str, folder: Path, what: str):
+        place = folder / str(number)
+        place.mkdir()
+        words = [sys.executable, "-c", PROGRAM.replace("GROUPS", str(GROUPS)), f"leader:a.{number}", store, str(place), what]
+        variables = os.environ | ADDRESSES_TOGETHER | {"TORCHELASTIC_RUN_ID": "job"}
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(words, cwd=ROOT, env=variables, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+        assert self._process.stdout is not None
+        self.ready = self._process.stdout.read(GROUPS if what == "dies" else 1)
+
+    def go(self) -> None:
+        """Let it enter its groups."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def said(self) -> list[str]:
+        """What it said, at its end."""
+        return self._process.communicate(timeout=60)[0].split()
+
+    def kill(self) -> None:
+        """Kill it and all it has forked."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[int, str], Rank]]:
     listening = listen(0, "127.0.0.1")
-    port = listening.getsockname()[1]
+    port, ranks = listening.getsockname()[1], list[Rank]()
     _store = serve("127.0.0.1", port, listening)
 
-    def start(name: str) -> subprocess.Popen[str]:
-        (tmp_path / name).mkdir()
-        words = [sys.executable, "-c", PROGRAM, name, f"127.0.0.1:{port}", str(tmp_path / name), str(GROUPS)]
-        variables = os.environ | {"TORCHELASTIC_RUN_ID": "job"}
-        return subprocess.Popen(words, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    def begin(number: int, what: str) -> Rank:
+        ranks.append(Rank(number, f"127.0.0.1:{port}", tmp_path, what))
+        return ranks[-1]
 
-    other = start("leader:a.1")
-    assert other.stdout is not None
-    assert [other.stdout.readline() for _ in range(GROUPS)] == ["comes\n"] * GROUPS
-    # Each tells its address, and waits for that of a rank that has not come.
+    yield begin
+    for one in ranks:
+        with suppress(ProcessLookupError):
+            one.kill()
+
+
+Start = Callable[[int, str], Rank]
+
+
+def test_a_group_is_given_up_soon_whose_other_rank_has_died_with_its_address_told(start: Start) -> None:
+    other, rank = start(1, "dies"), start(0, "finds it dead")
+    # Each of the other's processes tells its address, and waits for that of a rank that has not come.
     time.sleep(0.5)
-    os.killpg(other.pid, signal.SIGKILL)
-    other.communicate()
-    said, _ = start("leader:a.0").communicate(timeout=60)
-    seconds = [float(one) for one in said.splitlines()]
-    assert seconds and max(seconds) < 4, seconds
+    other.kill()
+    rank.go()
+    *at_once, last = map(float, rank.said())
+    # Where it is to connect itself it hears at once that nobody listens.
+    assert max(at_once, default=0) < 1 < last < 4
+
+
+def test_a_group_is_given_up_soon_whose_other_rank_never_tells_its_address(start: Start) -> None:
+    rank = start(0, "waits")
+    rank.go()
+    (seconds,) = map(float, rank.said())
+    assert 1.5 < seconds < 4
+
+
+def test_a_group_forms_with_a_rank_that_is_late(start: Start) -> None:
+    ranks = [start(number, "waits") for number in range(2)]
+    ranks[0].go()
+    time.sleep(0.8)
+    ranks[1].go()
+    assert [one.said() for one in ranks] == [["formed"], ["formed"]]
