@@ -24,6 +24,8 @@ import sys
 import time
 from pathlib import Path
 
+import torch.distributed as dist
+
 from pipeline.config import Config
 from pipeline.elastic.generations import Generation
 from pipeline.elastic.process_groups import LostPeer, ProcessGroups
@@ -54,6 +56,8 @@ for number in range(GROUPS if what == "finds it dead" else 1):
     except LostPeer:
         print(time.monotonic() - began, flush=True)
     else:
+        # Whoever left at once would close a connection that the other is still making.
+        dist.barrier()
         print("formed", flush=True)
     if time.monotonic() > began + 1:
         break
