@@ -40,7 +40,7 @@ class StageObserver:
         spent = None if self._one_by_one and failure.host else self._patience.reason_to_stop(judged)
         if not spent:
             anew = f"starting again from {checkpoints.newest(self._job.run) or 'the beginning'}"
-            # Ranks have other numbers in the next group; a folder of logs has one place for each.
+            # Ranks are numbered anew in every group: the log tells which process it was.
             logs = f" (log: {'/'.join(Path(failure.log).parts[-3:])})" if failure.log else ""
             what = f"whoever is left goes on, and it is started again{logs}" if self._one_by_one else anew
             self._progress.say(f"{outcome.describe(failure, self._job.config)}; {what}")

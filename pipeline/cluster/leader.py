@@ -48,7 +48,7 @@ def lead_job(stage: Literal["train", "evaluate"], job: Job, say: Callable[[str],
     with on_stop_request(stop):
         members = MultiNode(node, offer, connect(host, port), say, size=size)
         try:
-            # The store's address, where it is not on all of them.
+            # Bound to one address, the store is at no other.
             members.wait_for_workers(endpoint(socket.gethostname() if host == "127.0.0.1" else host, port))
         except StopRequested:
             members.end_job(STOPPED)

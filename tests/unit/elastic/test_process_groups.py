@@ -16,7 +16,7 @@ from pipeline.elastic.generations import ADDRESSES_TOGETHER
 from pipeline.hardware.network import listen
 from tests.kit.experiment import ROOT
 
-# Of two ranks one waits to be connected to, which by their addresses: each of them in about half of all groups.
+# Which of two ranks connects and which waits for that depends on their addresses; either is as likely.
 GROUPS = 12
 PROGRAM = """
 import os
@@ -76,7 +76,8 @@ class Rank:
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(words, cwd=ROOT, env=variables, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
         assert self._process.stdout is not None
-        self.ready = self._process.stdout.read(GROUPS if what == "dies" else 1)
+        # Until it is ready.
+        self._process.stdout.read(GROUPS if what == "dies" else 1)
 
     def go(self) -> None:
         """Let it enter its groups."""
