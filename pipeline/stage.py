@@ -109,6 +109,7 @@ class RankStage:
     def _opened(self, header: dict[str, Any], tags: dict[str, Any]) -> Journal:
         """Open the journal, and write the lines that begin a run and this start of it."""
         journal = Journal(self._job.journal)
+        repeat_if_cut(self._job.run)
         if not journals.last(self._job.journal, "run"):
             journal.event("run", **({"id": uuid.uuid4().hex} | header))
         named = {name: str(value) for name, value in tags.items() if value is not None}

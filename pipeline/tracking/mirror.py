@@ -46,6 +46,8 @@ class Mirror:
         self._mlflow, self._metric, self._param, self._tag = mlflow, Metric, Param, RunTag
         self._run = run
         self._pending: list[Any] = []
+        # What MLflow has of the run: a line that a damaged disk has taken from the journal is written again, with another time.
+        self._points: set[tuple[str, int, float]] = set()
         with opening(mlflow.get_tracking_uri()):
             self._client = mlflow.MlflowClient()
         self._state = self._known(read_state(run), server_id(mlflow.get_tracking_uri()))
@@ -68,7 +70,9 @@ class Mirror:
         """Repeat all that is new in the journal."""
         for line in self._tail:
             if line["kind"] == "metrics":
-                self._pending += [self._metric(name, value, line["at"], line["step"]) for name, value in line["values"].items()]
+                at, step = line["at"], line["step"]
+                fresh = ((name, value) for name, value in line["values"].items() if (name, step, value) not in self._points)
+                self._pending += [self._metric(name, value, at, step) for name, value in fresh]
                 if len(self._pending) < BATCH:
                     continue
             elif line["kind"] == CHECKPOINT:
@@ -123,13 +127,14 @@ class Mirror:
         state = replace(self._state, offset=self._tail.offset)
         if state != read_state(self._run):
             self._state = state
-            # First what was sent: after a power cut the journal must not end before the place that is noted.
-            journal = os.open(self._run / "journal.jsonl", os.O_RDONLY)
-            os.fsync(journal)
-            os.close(journal)
             write_state(self._run, state)
 
     def _flush(self) -> None:
+        if self._tail.offset != self._state.offset:
+            # Before MLflow hears of it: a power cut must not take from the journal what MLflow has.
+            journal = os.open(self._run / "journal.jsonl", os.O_RDONLY)
+            os.fsync(journal)
+            os.close(journal)
         for start in range(0, len(self._pending), BATCH):
             self._client.log_batch(self._state.run_id, metrics=self._pending[start : start + BATCH])
         self._pending.clear()
@@ -140,6 +145,8 @@ class Mirror:
         found = self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{line['id']}'", max_results=1)
         if found:
             run_id = found[0].info.run_id
+            for name in found[0].data.metrics:
+                self._points |= {(name, point.step, point.value) for point in self._client.get_metric_history(run_id, name)}
         else:
             tags = line["tags"] | {RUN_TAG: line["id"]}
             run_id = self._client.create_run(experiment, start_time=line["at"], tags=tags, run_name=line["name"]).info.run_id

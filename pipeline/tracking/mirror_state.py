@@ -51,6 +51,13 @@ def write_state(run: Path, state: State) -> None:
     atomic_write(run / "mirror.json", json.dumps(asdict(state)).encode())
 
 
+def repeat_if_cut(run: Path) -> None:
+    """Have a journal repeated from its beginning if it is shorter than what was mirrored of it, before it grows again."""
+    state = read_state(run)
+    if state.offset > (run / "journal.jsonl").stat().st_size:
+        write_state(run, replace(state, offset=0))
+
+
 def server_id(uri: str) -> str:
     """Return the identifier of an MLflow server: a hash, since the address may contain a password."""
     return hashlib.sha256(uri.encode()).hexdigest()[:16]
