@@ -28,6 +28,7 @@ from pipeline.stop_signals import StopRequest, handled_by
 from pipeline.tracking import journal as journals
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.mirror_process import MirrorProcess, address
+from pipeline.tracking.mirror_state import repeat_if_cut
 
 # How often to look whether GPUs are free.
 GPU_SECONDS = 0.5

@@ -109,12 +109,14 @@ class Mirror:
 
     def _lost(self) -> list[str]:
         """Of which figures MLflow does not have the newest value: a server that takes everything may keep nothing."""
-        wanted: dict[str, float] = {}
+        wanted: dict[str, tuple[int, float]] = {}
         for line in read(self._run / "journal.jsonl"):
             if line["kind"] == "metrics":
-                wanted |= line["values"]
+                wanted |= {name: (line["step"], value) for name, value in line["values"].items()}
         kept = self._client.get_run(self._state.run_id).data.metrics
-        return [name for name, value in wanted.items() if kept.get(name) != value and math.isfinite(value)]
+        newest = ((name, step, value) for name, (step, value) in wanted.items() if kept.get(name) != value and math.isfinite(value))
+        # Of a journal that was cut, MLflow has newer ones.
+        return [point[0] for point in newest if point not in self._points]
 
     def _outcome(self) -> str:
         """What status.json says, which has room for an ending even where the journal has none."""

@@ -1,6 +1,5 @@
 """Journal and mirror: what is written once is in MLflow once, with its own times, however often it is sent."""
 
-import json
 import os
 import signal
 import sqlite3
@@ -13,7 +12,7 @@ import pytest
 
 from pipeline.tracking import receipt
 from pipeline.tracking.journal import Journal, Tail, last, read
-from pipeline.tracking.mirror_state import read_state, repeat_if_cut
+from pipeline.tracking.mirror_state import read_state
 from tests.kit.experiment import ROOT, Experiment
 
 
@@ -106,27 +105,6 @@ def test_what_was_sent_before_is_in_mlflow_once(tmp_path: Path) -> None:
     assert [one.timestamp for one in history] == [line["at"] for line in read(tmp_path / "journal.jsonl") if line["kind"] == "metrics"]
     assert run.info.status == "FINISHED"
     assert run.info.run_id == read_state(tmp_path).run_id
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("grown", [0, 1], ids=["shorter than before", "longer than before"])
-def test_what_a_cut_journal_has_lost_and_writes_again_is_in_mlflow_once(grown: int, tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    make_journal(tmp_path, STARTED, *(metric(step) for step in range(20)), ("stopped", {"step": 19}))
-    mirror(tmp_path)
-    size = path.stat().st_size
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-3]) + b'{"kind": "metr')
-    # What a stage does.
-    Journal(path).close()
-    repeat_if_cut(tmp_path)
-    # Behind a note as long as what is gone a line ends where the journal ended.
-    length = size - path.stat().st_size - len(json.dumps({"kind": "note", "at": 10**12, "text": ""})) - 1
-    make_journal(tmp_path, *[("note", {"text": "n" * length})] * grown, metric(18), metric(19), metric(20), ENDED)
-    mirror(tmp_path)
-    (run,) = runs(tmp_path)
-    history = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").get_metric_history(run.info.run_id, "train/loss")
-    assert sorted((one.step, one.value) for one in history) == [(step, 1 / (step + 1)) for step in range(21)]
-    assert run.info.status == "FINISHED"
 
 
 @pytest.mark.slow

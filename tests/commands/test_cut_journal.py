@@ -1,0 +1,61 @@
+"""A disk that loses the end of a journal: what it had comes about again, and is in MLflow once."""
+
+import contextlib
+import json
+import sqlite3
+from collections import Counter
+from pathlib import Path
+
+import mlflow
+import pytest
+
+from pipeline.tracking.journal import read
+from pipeline.tracking.mirror_state import repeat_if_cut
+from tests.commands.test_tracking import ENDED, STARTED, make_journal, metric, mirror, runs
+from tests.kit.experiment import Experiment
+
+
+def in_mlflow(experiment: Experiment) -> list[tuple[str, int]]:
+    """The step of every point of every metric."""
+    with contextlib.closing(sqlite3.connect(experiment.folder / "mlflow.db")) as store:
+        return store.execute("select key, step from metrics").fetchall()
+
+
+def journaled(path: Path) -> list[tuple[str, int]]:
+    return [(name, line["step"]) for line in read(path) if line["kind"] == "metrics" for name in line["values"]]
+
+
+@pytest.mark.slow
+@pytest.mark.fault(32, "a disk that loses the end of the journal after a stop")
+def test_figures_that_a_cut_journal_has_lost_are_in_mlflow_once(experiment: Experiment) -> None:
+    experiment.set(model__name="mlp").run("prepare")
+    experiment.run("train", "--stop-after-epochs", "1", expect=75)
+    path = experiment.run_folder / "journal.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-7]) + b'{"kind": "metr')
+    lost = set(in_mlflow(experiment)) - set(journaled(path))
+    assert {name for name, _ in lost} >= {"train/loss", "validation/loss"}
+    experiment.run("train")
+    learned = Counter(point for point in in_mlflow(experiment) if not point[0].startswith("system/") and "per_second" not in point[0])
+    assert set(learned.values()) == {1}
+    assert set(journaled(path)) == set(in_mlflow(experiment))
+
+
+@pytest.mark.slow
+def test_a_cut_journal_that_has_grown_beyond_its_old_end_is_repeated_whole(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    make_journal(tmp_path, STARTED, *(metric(step) for step in range(20)), ("stopped", {"step": 19}))
+    mirror(tmp_path)
+    size = path.stat().st_size
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-3]))
+    # What a stage does.
+    repeat_if_cut(tmp_path)
+    # A line ends where the journal ended.
+    length = size - path.stat().st_size - len(json.dumps({"kind": "note", "at": 10**12, "text": ""})) - 1
+    make_journal(tmp_path, ("note", {"text": "n" * length}), metric(18), metric(19), metric(20), ENDED)
+    mirror(tmp_path)
+    (run,) = runs(tmp_path)
+    history = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").get_metric_history(run.info.run_id, "train/loss")
+    assert sorted((one.step, one.value) for one in history) == [(step, 1 / (step + 1)) for step in range(21)]
+    assert run.info.status == "FINISHED"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-3]))
+    mirror(tmp_path)
