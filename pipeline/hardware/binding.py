@@ -15,15 +15,17 @@ THREADS = Path("/proc/self/task")
 log = logging.getLogger(__name__)
 
 
-def bind_to_cpus(device: str, threads: int, agreed: Callable[[bool], bool]) -> None:
+def bind_to_cpus(device: str, threads: int, agreed: Callable[[bool], bool]) -> bool:
     """Bind every thread of this rank, and those that it starts from here on, to CPUs of its own, if ranks on CPUs take all of them.
+
+    Returns True if that is so.
 
     A rank that is woken by a message would often run on the sender's CPU, and both take turns until the kernel moves one of them.
     Beside another training that is bound none is: `agreed` tells whether all ranks of this machine have their CPUs to themselves.
     Call it after whoever counts the CPUs.
     """
     if device != "cpu" or sys.platform != "linux":
-        return
+        return False
     cpus = sorted(os.sched_getaffinity(0))
     ranks, rank = (int(os.environ.get(name, default)) for name, default in (("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
     own = own_cpus(cpus, usable_cpus(), ranks, rank, threads)
@@ -38,6 +40,8 @@ def bind_to_cpus(device: str, threads: int, agreed: Callable[[bool], bool]) -> N
             log.info("bound to CPUs %s", ", ".join(map(str, own)))
             # Until this process ends.
             locks.pop_all()
+            return True
+    return False
 
 
 def own_cpus(cpus: list[int], usable: int, ranks: int, rank: int, threads: int) -> list[int]:

@@ -11,30 +11,33 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline import collectives
 from pipeline.config import ConfigError, Dist
-from pipeline.parallel import hierarchy
+from pipeline.parallel import hierarchy, shared_memory
 from pipeline.parallel.lane_buffers import LaneBuffers
 from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, scaled
-from pipeline.parallel.ordered import LaneGradients, Reduction
+from pipeline.parallel.ordered import LaneGradients
 from pipeline.ranks import Ranks
 
 
 def build(task: Task, lanes: Lanes, ranks: Ranks, settings: Dist) -> "Ddp":
     """DDP under the ordered reduction, or under the backend's own all-reduce."""
-    reduction = hierarchy.build(lanes, ranks, settings) if settings.reduction == "ordered" else None
-    return Ddp(task, lanes, ranks, reduction, settings.find_unused_parameters)
+    sums: shared_memory.Sums = None, None
+    if settings.reduction == "ordered":
+        sums = shared_memory.build(task.model, lanes, ranks, settings) or (hierarchy.build(lanes, ranks, settings), None)
+    return Ddp(task, lanes, ranks, sums, settings.find_unused_parameters)
 
 
 class Ddp(Replicated):
     """One lane after another; only the last one's backward meets the other ranks."""
 
-    def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, reduction: Reduction | None, find_unused: bool = False):
+    def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, sums: shared_memory.Sums, find_unused: bool = False):
         super().__init__(task.model)
+        reduction, of_buffers = sums
         self._task, self._lanes, self._ranks, self.reads = task, lanes, ranks, lanes.own
         # Buffers are not broadcast: every lane starts from the same ones, and their mean is taken below.
         # Nor are weights where ranks come and go: those that come have got them from a peer.
         alike = collectives.in_vain is not None
         self._ddp = DistributedDataParallel(task.model, forward_sync_buffers=False, gradient_as_bucket_view=True, init_sync=not alike)
-        self._buffers, self._find_unused = LaneBuffers(task.model, lanes), find_unused
+        self._buffers, self._find_unused = LaneBuffers(task.model, lanes, of_buffers), find_unused
         self._wanted = {name: one for name, one in task.model.named_parameters() if one.requires_grad}
         self._gradients = LaneGradients(lanes, ranks, list(self._wanted.values()), reduction) if reduction else None
         if self._gradients is not None:

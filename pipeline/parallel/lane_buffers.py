@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.parallel.lanes import Lanes, TreeNode, push
-from pipeline.parallel.ordered import OrderedSum, add
+from pipeline.parallel.ordered import OrderedSum, Reduction, add
 
 
 class LaneBuffers:
@@ -16,15 +16,15 @@ class LaneBuffers:
     Modules that are not in training, as frozen ones, change none.
     """
 
-    def __init__(self, model: nn.Module, lanes: Lanes):
+    def __init__(self, model: nn.Module, lanes: Lanes, reduction: Reduction | None = None):
         # Of one type each, so that a device copies a list in one launch.
         by_type: dict[torch.dtype, list[Tensor]] = {}
-        found = dict.fromkeys(buffer for module in model.modules() if module.training for buffer in module.buffers(recurse=False))
+        found = changing(model)
         for buffer in found:
             by_type.setdefault(buffer.dtype, []).append(buffer)
         self._lists = list(by_type.values())
         self._floating = [buffer for buffer in found if buffer.is_floating_point()]
-        self._sum = OrderedSum(lanes)
+        self._sum = reduction or OrderedSum(lanes)
         self._lanes = lanes
         self._before: list[list[Tensor]] = []
         self._stack: list[TreeNode[Tensor]] = []
@@ -55,9 +55,14 @@ class LaneBuffers:
         """Set the floating-point buffers to the mean over all lanes; whole numbers are those of one lane, the same in each."""
         if not self._floating:
             return
-        self._sum.gather(self._under_way)
+        self._sum.advance(self._under_way)
         mean = self._sum.result(self._under_way) / self._lanes.count
         set_floating(self._floating, mean)
+
+
+def changing(model: nn.Module) -> list[Tensor]:
+    """The buffers that a training may change."""
+    return list(dict.fromkeys(buffer for module in model.modules() if module.training for buffer in module.buffers(recurse=False)))
 
 
 def floating(buffers: Iterable[Tensor]) -> Tensor:

@@ -99,6 +99,7 @@ def fix_bits(threads: int) -> None:
 def train(job: Job, group: Ranks, journal: Writer, executor: Executor | None = None) -> tuple[State, int, bool]:
     """All of a training on one rank; returns the state, the step reached, and True if all is done."""
     config, work = job.config, begin(job, group.device, group.all_on_this_machine)
+    group.bound = work.bound
     lanes = Lanes(config.dist.pieces_per_rank, group.rank, config.dist.images_per_step)
     if config.dist.lanes_per_rank == "auto":
         lanes = by_speed(lanes, work.task, group)

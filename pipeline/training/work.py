@@ -41,6 +41,8 @@ class Work:
     # Whether the splits are held in the device's memory.
     hold: bool
     task: Task
+    # Whether this machine's ranks have its CPUs to themselves.
+    bound: bool
 
     def evaluation(self, group: Ranks, in_step: bool = False) -> Evaluation:
         """Return the validation split, shared out among ranks."""
@@ -66,13 +68,13 @@ def begin(job: Job, device: torch.device, agreed: Callable[[bool], bool]) -> Wor
         pretrained.begin(model, job.first_weights.file, job.first_weights.sha256, config.model.frozen)
     check_backward(model, config.model.name, device)
     split, validation, hold = open_splits(job, device)
-    bind_to_cpus(device.type, config.dist.threads_per_rank, agreed)
+    bound = bind_to_cpus(device.type, config.dist.threads_per_rank, agreed)
     order = Order(config.seed, len(split.labels), config.dist.images_per_step, config.dist.pieces)
     reader, dtype = batches(job, split, pixels, order, hold, manifest), schedule.autocast_dtype(job.precision)
     weights = balanced(split.labels, device) if config.train.class_weights == "balanced" else None
     autocast = partial(torch.autocast, device.type, dtype, enabled=dtype is not None)
     task = Task(model, reader.lane, config.seed, config.train.label_smoothing, autocast, weights, config.model.source is not None)
-    return Work(job, manifest, model, pixels, order, reader, validation, hold, task)
+    return Work(job, manifest, model, pixels, order, reader, validation, hold, task, bound)
 
 
 def build_model(job: Job, manifest: store.Manifest, device: torch.device) -> nn.Module:

@@ -1,0 +1,213 @@
+"""Ranks of one machine that have its CPUs to themselves: they add up in memory that they share, and ask each other there.
+
+A message between them costs more than what it carries: a rank that sleeps until it is woken loses a tenth of a step of LeNet. Here a
+rank that waits asks again and again for a moment, and then ever more seldom. What is computed is the tree of `ordered`.
+"""
+
+import logging
+import mmap
+import operator
+import os
+import platform
+import select
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import Dist
+from pipeline.parallel.lane_buffers import changing, floating
+from pipeline.parallel.lanes import Lanes, TreeNode, fold, maximal_nodes, push
+from pipeline.parallel.ordered import Reduction
+from pipeline.ranks import Ranks
+from pipeline.timeouts import collective_seconds
+
+# Of gradients and of buffers.
+Sums = tuple[Reduction | None, Reduction | None]
+log = logging.getLogger(__name__)
+
+# As long as ranks are apart after one step or another; longer, it would take the CPU from a mirror.
+SPIN_SECONDS = 0.005
+# Of all ranks' gradients together. Beyond it messages take little of a step, and each rank would read much.
+MOST_BYTES = 128 << 20
+PAGE_BYTES, WORD_BYTES, ALIGNED_BYTES = 4096, 8, 64
+# A rank's page: how many sums of gradients and of buffers it has written, how many it has read, and its questions.
+GRADIENTS, BUFFERS, QUESTIONS = 0, 16, 64
+# So many are under way at most, and a value is less than this.
+QUESTIONS_KEPT, VALUES = 64, 256
+
+
+class SharedMemory:
+    """A page for each rank, which it alone writes, and room for what it adds. Each rank's CPU shows its writes in their order: x86 does."""
+
+    def __init__(self, ranks: Ranks, mapped: mmap.mmap, room: int, pids: list[int], timeout_seconds: float):
+        self._rank, self._size, self._timeout_seconds = ranks.rank, ranks.size, timeout_seconds
+        self._words = memoryview(mapped).cast("q")
+        content = torch.frombuffer(mapped, dtype=torch.uint8, offset=PAGE_BYTES * self._size)
+        self._rooms, self._taken = content.view(self._size, room), 0
+        self._others = [rank for rank in range(self._size) if rank != self._rank]
+        self._ends = select.poll()
+        for rank in self._others:
+            # Readable once it has ended, whoever waits for it.
+            self._ends.register(os.pidfd_open(pids[rank]), select.POLLIN)
+        self._questions = 0
+
+    def take(self, size_bytes: int) -> list[Tensor]:
+        """Take so much of every rank's room."""
+        first, self._taken = self._taken, self._taken + size_bytes
+        return [room[first : self._taken] for room in self._rooms]
+
+    def write(self, word: int, value: int) -> None:
+        """Set a word of this rank's page."""
+        self._words[self._rank * PAGE_BYTES // WORD_BYTES + word] = value
+
+    def are_at(self, word: int, value: int) -> bool:
+        """Whether this word has come to a value on every other rank."""
+        return all(self._words[rank * PAGE_BYTES // WORD_BYTES + word] >= value for rank in self._others)
+
+    def wait(self, word: int, value: int) -> None:
+        """Wait until it has; an error in gloo's words if a rank ends before."""
+        started_at = time.monotonic()
+        while not self.are_at(word, value):
+            waited_seconds = time.monotonic() - started_at
+            if waited_seconds < SPIN_SECONDS:
+                os.sched_yield()
+                continue
+            if self._ends.poll(0) and not self.are_at(word, value):
+                raise RuntimeError("Connection closed by peer: it has ended")
+            if waited_seconds > self._timeout_seconds:
+                raise RuntimeError(f"Timed out waiting {waited_seconds:.0f} s for another rank")
+            time.sleep(min(waited_seconds / 10, 0.001))
+
+    def start_maximum(self, value: int) -> Callable[[], int]:
+        """Ask all ranks for the largest of their values; they ask the same questions in the same order."""
+        self._questions += 1
+        word, number = QUESTIONS + self._questions % QUESTIONS_KEPT, self._questions * VALUES
+        self.write(word, number + value)
+
+        def answered() -> int:
+            self.wait(word, number)
+            return max(value, *(self._words[rank * PAGE_BYTES // WORD_BYTES + word] % VALUES for rank in self._others))
+
+        return answered
+
+
+@dataclass
+class _Sum:
+    """A sum under way: which one it is, and where its nodes lie."""
+
+    out: Tensor
+    number: int
+    place: slice
+    done: bool = False
+
+
+class SharedSum:
+    """Sums flat tensors over all lanes of all ranks: each writes its nodes, and adds up everyone's."""
+
+    moves = 1
+
+    def __init__(self, lanes: Lanes, memory: SharedMemory, first_word: int, size_bytes: int):
+        self._nodes = [list(maximal_nodes(lanes.of(rank))) for rank in range(len(lanes.per_rank))]
+        self._memory, self._rank = memory, lanes.rank
+        self._written_word, self._read_word = first_word, first_word + 1
+        most = max(map(len, self._nodes))
+        self._rooms = [room.view(most, -1) for room in memory.take(size_bytes)]
+        self._written = self._read = self._under_way = self._end = 0
+
+    def scatter(self, stack: list[TreeNode[Tensor]], out: Tensor) -> _Sum:
+        """Show this rank's nodes to the others; the sum will be in `out`, which may be a node itself."""
+        if not self._under_way:
+            # They still read what they were shown before.
+            self._memory.wait(self._read_word, self._written)
+            self._end = 0
+        size_bytes = out.numel() * out.element_size()
+        place = slice(self._end, self._end + size_bytes)
+        self._end += -(-size_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+        assert self._end <= self._rooms[0].shape[1]
+        for room, (_, _, value) in zip(self._rooms[self._rank], stack, strict=False):
+            room[place].view(value.dtype).copy_(value)
+        self._written, self._under_way = self._written + 1, self._under_way + 1
+        self._memory.write(self._written_word, self._written)
+        return _Sum(out, self._written, place)
+
+    def advance(self, under_way: _Sum) -> None:
+        """Add up, if all have come as far."""
+        if not under_way.done and self._memory.are_at(self._written_word, under_way.number):
+            self._add_up(under_way)
+
+    def result(self, under_way: _Sum) -> Tensor:
+        """The sum over all lanes, in `out`."""
+        if not under_way.done:
+            self._memory.wait(self._written_word, under_way.number)
+            self._add_up(under_way)
+        self._under_way -= 1
+        return under_way.out
+
+    def _add_up(self, under_way: _Sum) -> None:
+        tree: list[TreeNode[Tensor]] = []
+        for rooms, nodes in zip(self._rooms, self._nodes, strict=True):
+            for room, (start, size) in zip(rooms, nodes, strict=False):
+                # Not in place: the others read it too.
+                push(tree, (start, size, room[under_way.place].view(under_way.out.dtype)), operator.add)
+        under_way.out.copy_(fold(tree, operator.add))
+        under_way.done = True
+        self._read += 1
+        self._memory.write(self._read_word, self._read)
+
+
+def build(model: nn.Module, lanes: Lanes, ranks: Ranks, settings: Dist) -> Sums | None:
+    """Return how gradients and buffers are summed in shared memory; None where messages are to be sent. Every rank must call it."""
+    if not (ranks.bound and ranks.size > 1 and settings.nodes == 1 and settings.algorithm is None):
+        return None
+    nodes = max(len(list(maximal_nodes(lanes.of(rank)))) for rank in range(ranks.size))
+    of_gradients = _size_bytes([one for one in model.parameters() if one.requires_grad])
+    of_buffers = _size_bytes([floating(changing(model))])
+    memory = share(ranks, nodes * (of_gradients + of_buffers), settings.timeout_seconds)
+    if memory is None:
+        return None
+    log.info("gradients are summed in shared memory")
+    ranks.ask = memory.start_maximum
+    first = SharedSum(lanes, memory, GRADIENTS, nodes * of_gradients)
+    return first, SharedSum(lanes, memory, BUFFERS, nodes * of_buffers)
+
+
+def _size_bytes(tensors: list[Tensor]) -> int:
+    """What tensors take at most, in however many pieces."""
+    return sum(-(-one.numel() * one.element_size() // ALIGNED_BYTES) * ALIGNED_BYTES for one in tensors)
+
+
+def share(ranks: Ranks, room: int, timeout_seconds: int) -> SharedMemory | None:
+    """Share memory with all other ranks, which are on this machine; None if that cannot be had. Every rank must call it."""
+    whole = (PAGE_BYTES + room) * ranks.size
+    if room * ranks.size > MOST_BYTES or platform.machine() != "x86_64":
+        return None
+    memory = None
+    with ExitStack() as opened:
+        try:
+            path = ranks.on_rank_zero(lambda: _made(whole, opened), "")
+        except OSError as error:
+            path = str(error)
+        path = ranks.broadcast_bytes(path.encode()).decode()
+        pids = ranks.gather_rows(torch.tensor([[os.getpid()]]), [1] * ranks.size).flatten().tolist()
+        try:
+            with Path(path).open("r+b") as file:
+                mapped = mmap.mmap(file.fileno(), whole)
+            memory = SharedMemory(ranks, mapped, room, pids, collective_seconds(timeout_seconds))
+        except OSError as error:
+            log.info("no memory is shared: %s", error)
+        # Nobody goes on before all have opened it.
+        failed = ranks.start_logical_or(memory is None)()
+    return None if failed else memory
+
+
+def _made(size_bytes: int, opened: ExitStack) -> str:
+    """Make memory that ends with the processes that have it open, and return where the others find it meanwhile."""
+    number = os.memfd_create("gradients")
+    opened.callback(os.close, number)
+    os.ftruncate(number, size_bytes)
+    return f"/proc/{os.getpid()}/fd/{number}"
