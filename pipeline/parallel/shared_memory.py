@@ -31,11 +31,11 @@ Sums = tuple[Reduction | None, Reduction | None]
 log = logging.getLogger(__name__)
 
 # As long as ranks are apart after one step or another; longer, it would take the CPU from a mirror.
-SPIN_SECONDS = 0.005
+SPIN_SECONDS = 0.003
 # Of all ranks' gradients together. Beyond it messages take little of a step, and each rank would read much.
-MOST_BYTES = 128 << 20
+MOST_BYTES = 256 << 20
 PAGE_BYTES, WORD_BYTES, ALIGNED_BYTES = 4096, 8, 64
-# A rank's page: how many sums of gradients and of buffers it has written, how many it has read, and its questions.
+# A rank's page: how many sums of gradients and of buffers it has written, and its questions.
 GRADIENTS, BUFFERS, QUESTIONS = 0, 16, 64
 # So many are under way at most, and a value is less than this.
 QUESTIONS_KEPT, VALUES = 64, 256
@@ -107,57 +107,58 @@ class _Sum:
 
 
 class SharedSum:
-    """Sums flat tensors over all lanes of all ranks: each writes its nodes, and adds up everyone's."""
+    """Sums flat tensors over all lanes of all ranks: each writes its nodes, and adds up everyone's.
+
+    A step writes where the step before the last has written: whoever has written in the last one has read that.
+    """
 
     moves = 1
 
-    def __init__(self, lanes: Lanes, memory: SharedMemory, first_word: int, size_bytes: int):
+    def __init__(self, lanes: Lanes, memory: SharedMemory, word: int, size_bytes: int):
         self._nodes = [list(maximal_nodes(lanes.of(rank))) for rank in range(len(lanes.per_rank))]
         self._memory, self._rank = memory, lanes.rank
-        self._written_word, self._read_word = first_word, first_word + 1
         most = max(map(len, self._nodes))
-        self._rooms = [room.view(most, -1) for room in memory.take(size_bytes)]
-        self._written = self._read = self._under_way = self._end = 0
+        # Two of them, in turn.
+        self._rooms = [[room.view(most, -1) for room in memory.take(size_bytes // 2)] for _ in range(2)]
+        self._word, self._written, self._under_way, self._end = word, 0, 0, 0
 
     def scatter(self, stack: list[TreeNode[Tensor]], out: Tensor) -> _Sum:
         """Show this rank's nodes to the others; the sum will be in `out`, which may be a node itself."""
         if not self._under_way:
-            # They still read what they were shown before.
-            self._memory.wait(self._read_word, self._written)
+            self._rooms.reverse()
             self._end = 0
         size_bytes = out.numel() * out.element_size()
         place = slice(self._end, self._end + size_bytes)
         self._end += -(-size_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
-        assert self._end <= self._rooms[0].shape[1]
-        for room, (_, _, value) in zip(self._rooms[self._rank], stack, strict=False):
+        rooms = self._rooms[0][self._rank]
+        assert self._end <= rooms.shape[1]
+        for room, (_, _, value) in zip(rooms, stack, strict=False):
             room[place].view(value.dtype).copy_(value)
         self._written, self._under_way = self._written + 1, self._under_way + 1
-        self._memory.write(self._written_word, self._written)
+        self._memory.write(self._word, self._written)
         return _Sum(out, self._written, place)
 
     def advance(self, under_way: _Sum) -> None:
         """Add up, if all have come as far."""
-        if not under_way.done and self._memory.are_at(self._written_word, under_way.number):
+        if not under_way.done and self._memory.are_at(self._word, under_way.number):
             self._add_up(under_way)
 
     def result(self, under_way: _Sum) -> Tensor:
         """The sum over all lanes, in `out`."""
         if not under_way.done:
-            self._memory.wait(self._written_word, under_way.number)
+            self._memory.wait(self._word, under_way.number)
             self._add_up(under_way)
         self._under_way -= 1
         return under_way.out
 
     def _add_up(self, under_way: _Sum) -> None:
         tree: list[TreeNode[Tensor]] = []
-        for rooms, nodes in zip(self._rooms, self._nodes, strict=True):
+        for rooms, nodes in zip(self._rooms[0], self._nodes, strict=True):
             for room, (start, size) in zip(rooms, nodes, strict=False):
                 # Not in place: the others read it too.
                 push(tree, (start, size, room[under_way.place].view(under_way.out.dtype)), operator.add)
         under_way.out.copy_(fold(tree, operator.add))
         under_way.done = True
-        self._read += 1
-        self._memory.write(self._read_word, self._read)
 
 
 def build(model: nn.Module, lanes: Lanes, ranks: Ranks, settings: Dist) -> Sums | None:
@@ -167,13 +168,13 @@ def build(model: nn.Module, lanes: Lanes, ranks: Ranks, settings: Dist) -> Sums 
     nodes = max(len(list(maximal_nodes(lanes.of(rank)))) for rank in range(ranks.size))
     of_gradients = _size_bytes([one for one in model.parameters() if one.requires_grad])
     of_buffers = _size_bytes([floating(changing(model))])
-    memory = share(ranks, nodes * (of_gradients + of_buffers), settings.timeout_seconds)
+    memory = share(ranks, 2 * nodes * (of_gradients + of_buffers), settings.timeout_seconds)
     if memory is None:
         return None
     log.info("gradients are summed in shared memory")
     ranks.ask = memory.start_maximum
-    first = SharedSum(lanes, memory, GRADIENTS, nodes * of_gradients)
-    return first, SharedSum(lanes, memory, BUFFERS, nodes * of_buffers)
+    first = SharedSum(lanes, memory, GRADIENTS, 2 * nodes * of_gradients)
+    return first, SharedSum(lanes, memory, BUFFERS, 2 * nodes * of_buffers)
 
 
 def _size_bytes(tensors: list[Tensor]) -> int:
