@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pipeline import models, parallel, ranks
 from pipeline.config import Dist
 from pipeline.hardware import machine
+from pipeline.hardware.binding import bind_to_cpus
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.training.memory import keep_freed_memory
 
@@ -78,6 +79,8 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     group = ranks.init_group("cpu", "gloo", ranks.rendezvous(int(os.environ["WORLD_SIZE"]), 60), 60)
+    # As the product does, where they take all CPUs; ordered then adds up in shared memory.
+    group.bound = bind_to_cpus("cpu", 1, group.all_on_this_machine)
     batch, together = batch_of(BATCH_PER_RANK), BATCH_PER_RANK * group.size
     built = {name: build(group, model_name, settings, batch, lanes) for name, (settings, lanes) in kinds.items()}
     for one in built.values():
