@@ -79,8 +79,9 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     group = ranks.init_group("cpu", "gloo", ranks.rendezvous(int(os.environ["WORLD_SIZE"]), 60), 60)
-    # As the product does, where they take all CPUs; ordered then adds up in shared memory.
-    group.bound = bind_to_cpus("cpu", 1, group.all_on_this_machine)
+    if sys.argv[4] == "lanes":
+        # As the product does, where they take all CPUs; ordered then adds up in shared memory.
+        group.bound = bind_to_cpus("cpu", 1, group.all_on_this_machine)
     batch, together = batch_of(BATCH_PER_RANK), BATCH_PER_RANK * group.size
     built = {name: build(group, model_name, settings, batch, lanes) for name, (settings, lanes) in kinds.items()}
     for one in built.values():

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 def bind_to_cpus(device: str, threads: int, agreed: Callable[[bool], bool]) -> bool:
     """Bind every thread of this rank, and those that it starts from here on, to CPUs of its own, if ranks on CPUs take all of them.
 
-    Returns True if that is so.
+    Returns True if it is bound.
 
     A rank that is woken by a message would often run on the sender's CPU, and both take turns until the kernel moves one of them.
     Beside another training that is bound none is: `agreed` tells whether all ranks of this machine have their CPUs to themselves.

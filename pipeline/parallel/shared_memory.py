@@ -1,7 +1,7 @@
 """Ranks of one machine that have its CPUs to themselves: they add up in memory that they share, and ask each other there.
 
-A message between them costs more than what it carries: a rank that sleeps until it is woken loses a tenth of a step of LeNet. Here a
-rank that waits asks again and again for a moment, and then ever more seldom. What is computed is the tree of `ordered`.
+A message between them costs more than what it carries: whoever sleeps until it comes is woken late. Here a rank that waits looks again
+and again for a moment, and then ever more seldom. What is computed is the tree of `ordered`.
 """
 
 import logging
@@ -11,14 +11,15 @@ import os
 import platform
 import select
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from pipeline import collectives
 from pipeline.config import Dist
 from pipeline.parallel.lane_buffers import changing, floating
 from pipeline.parallel.lanes import Lanes, TreeNode, fold, maximal_nodes, push
@@ -30,13 +31,16 @@ from pipeline.timeouts import collective_seconds
 Sums = tuple[Reduction | None, Reduction | None]
 log = logging.getLogger(__name__)
 
-# As long as ranks are apart after one step or another; longer, it would take the CPU from a mirror.
+# Ranks that compute as much end most steps within this time; longer, the mirror would hardly get the CPU.
 SPIN_SECONDS = 0.003
-# Of all ranks' gradients together. Beyond it messages take little of a step, and each rank would read much.
+# Then a rank sleeps this share of the time that it has waited already, at most.
+SLEEP_SHARE, SLEEP_SECONDS = 1 / 50, 0.02
+# All that is shared. Beyond it messages take little of a step, and each rank would read much.
 MOST_BYTES = 256 << 20
 PAGE_BYTES, WORD_BYTES, ALIGNED_BYTES = 4096, 8, 64
-# A rank's page: how many sums of gradients and of buffers it has written, and its questions.
+# The words of a rank's page: how many sums of gradients and of buffers it has written, and its questions.
 GRADIENTS, BUFFERS, QUESTIONS = 0, 16, 64
+NAME = "lockstep-gradients"
 # So many are under way at most, and a value is less than this.
 QUESTIONS_KEPT, VALUES = 64, 256
 
@@ -50,11 +54,10 @@ class SharedMemory:
         content = torch.frombuffer(mapped, dtype=torch.uint8, offset=PAGE_BYTES * self._size)
         self._rooms, self._taken = content.view(self._size, room), 0
         self._others = [rank for rank in range(self._size) if rank != self._rank]
-        self._ends = select.poll()
-        for rank in self._others:
-            # Readable once it has ended, whoever waits for it.
-            self._ends.register(os.pidfd_open(pids[rank]), select.POLLIN)
-        self._questions = 0
+        self._ends, self._questions = select.poll(), 0
+        # Readable once it has ended, whoever waits for it; until this process ends.
+        for number in opened_pids([pids[rank] for rank in self._others]):
+            self._ends.register(number, select.POLLIN)
 
     def take(self, size_bytes: int) -> list[Tensor]:
         """Take so much of every rank's room."""
@@ -81,7 +84,7 @@ class SharedMemory:
                 raise RuntimeError("Connection closed by peer: it has ended")
             if waited_seconds > self._timeout_seconds:
                 raise RuntimeError(f"Timed out waiting {waited_seconds:.0f} s for another rank")
-            time.sleep(min(waited_seconds / 10, 0.001))
+            time.sleep(min(waited_seconds * SLEEP_SHARE, SLEEP_SECONDS))
 
     def start_maximum(self, value: int) -> Callable[[], int]:
         """Ask all ranks for the largest of their values; they ask the same questions in the same order."""
@@ -94,6 +97,17 @@ class SharedMemory:
             return max(value, *(self._words[rank * PAGE_BYTES // WORD_BYTES + word] % VALUES for rank in self._others))
 
         return answered
+
+
+def opened_pids(pids: list[int]) -> list[int]:
+    """Open all of these processes, or none."""
+    with ExitStack() as opened:
+        found: list[int] = []
+        for pid in pids:
+            found.append(os.pidfd_open(pid))
+            opened.callback(os.close, found[-1])
+        opened.pop_all()
+    return found
 
 
 @dataclass
@@ -163,7 +177,12 @@ class SharedSum:
 
 def build(model: nn.Module, lanes: Lanes, ranks: Ranks, settings: Dist) -> Sums | None:
     """Return how gradients and buffers are summed in shared memory; None where messages are to be sent. Every rank must call it."""
-    if not (ranks.bound and ranks.size > 1 and settings.nodes == 1 and settings.algorithm is None):
+    on_one_machine = settings.nodes == 1 and int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == ranks.size
+    # Ranks of an elastic job go on without each other.
+    if ranks.size == 1 or not on_one_machine or settings.algorithm is not None or collectives.in_vain is not None:
+        return None
+    # One that could not be bound, as the kernel refused, is not to be waited for.
+    if ranks.start_logical_or(not ranks.bound)():
         return None
     nodes = max(len(list(maximal_nodes(lanes.of(rank)))) for rank in range(ranks.size))
     of_gradients = _size_bytes([one for one in model.parameters() if one.requires_grad])
@@ -187,28 +206,40 @@ def share(ranks: Ranks, room: int, timeout_seconds: int) -> SharedMemory | None:
     whole = (PAGE_BYTES + room) * ranks.size
     if room * ranks.size > MOST_BYTES or platform.machine() != "x86_64":
         return None
-    memory = None
     with ExitStack() as opened:
-        try:
-            path = ranks.on_rank_zero(lambda: _made(whole, opened), "")
-        except OSError as error:
-            path = str(error)
-        path = ranks.broadcast_bytes(path.encode()).decode()
+        path = ranks.broadcast_bytes(ranks.on_rank_zero(lambda: _made(whole, opened), "").encode()).decode()
         pids = ranks.gather_rows(torch.tensor([[os.getpid()]]), [1] * ranks.size).flatten().tolist()
-        try:
-            with Path(path).open("r+b") as file:
-                mapped = mmap.mmap(file.fileno(), whole)
-            memory = SharedMemory(ranks, mapped, room, pids, collective_seconds(timeout_seconds))
-        except OSError as error:
-            log.info("no memory is shared: %s", error)
+        memory: SharedMemory | None = _opened(Path(path), whole, ranks, pids, timeout_seconds) if path else None
         # Nobody goes on before all have opened it.
         failed = ranks.start_logical_or(memory is None)()
     return None if failed else memory
 
 
+def _opened(path: Path, size_bytes: int, ranks: Ranks, pids: list[int], timeout_seconds: int) -> SharedMemory | None:
+    with _told(), path.open("r+b") as file:
+        if NAME not in str(path.readlink()):
+            # Process numbers of another container.
+            raise OSError(f"{path} is another file")
+        room = size_bytes // ranks.size - PAGE_BYTES
+        return SharedMemory(ranks, mmap.mmap(file.fileno(), size_bytes), room, pids, collective_seconds(timeout_seconds))
+    return None
+
+
 def _made(size_bytes: int, opened: ExitStack) -> str:
-    """Make memory that ends with the processes that have it open, and return where the others find it meanwhile."""
-    number = os.memfd_create("gradients")
-    opened.callback(os.close, number)
-    os.ftruncate(number, size_bytes)
-    return f"/proc/{os.getpid()}/fd/{number}"
+    """Make memory that ends with the processes that have it open; return where the others find it meanwhile, "" if that cannot be."""
+    with _told():
+        number = os.memfd_create(NAME)
+        opened.callback(os.close, number)
+        # What is not there now would end a step by SIGBUS.
+        os.posix_fallocate(number, 0, size_bytes)
+        return f"/proc/{os.getpid()}/fd/{number}"
+    return ""
+
+
+@contextmanager
+def _told() -> Generator[None]:
+    """Log what this system cannot do; a Python that was built for old ones lacks functions."""
+    try:
+        yield
+    except (OSError, AttributeError) as error:
+        log.info("no memory is shared: %s", error)

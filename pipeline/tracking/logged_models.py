@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline.tracking.journal import CHECKPOINTS, read
 from pipeline.tracking.mlflow_flavor import Program
+from pipeline.tracking.points import Points
 from pipeline.tracking.uploads import uploading
 
 MODEL, MODEL_TAG = "model", "lockstep.model"
@@ -26,8 +27,8 @@ class CheckpointUploads:
     One that was removed before it could be sent is not missed.
     """
 
-    def __init__(self, client: Any, run: Path):
-        self._client, self._run = client, run
+    def __init__(self, client: Any, run: Path, points: Points):
+        self._client, self._run, self._points = client, run, points
         self._pool = ThreadPoolExecutor(1)
         self._future: Future[None] | None = None
         # How many changes are known, are being sent, and are in MLflow; it is not known what an earlier process has sent.
@@ -43,7 +44,7 @@ class CheckpointUploads:
             self._collect()
         if self._future is None and self._sent < self._known:
             self._sending = self._known
-            self._future = self._pool.submit(send_checkpoints, self._client, run_id, experiment_id, self._run)
+            self._future = self._pool.submit(send_checkpoints, self._client, run_id, experiment_id, self._run, self._points)
 
     def finish(self, run_id: str, experiment_id: str) -> None:
         """Send all that is new, and wait for it."""
@@ -59,7 +60,7 @@ class CheckpointUploads:
         self._sent = self._sending
 
 
-def send_checkpoints(client: Any, run_id: str, experiment_id: str, run: Path) -> None:
+def send_checkpoints(client: Any, run_id: str, experiment_id: str, run: Path, points: Points) -> None:
     """Send the checkpoints that MLflow does not have, steps before the best and the newest first, and remove those that the run has not."""
     stored: dict[str, Any] = {}
     for model in client.search_logged_models([experiment_id], f"source_run_id = '{run_id}'"):
@@ -73,12 +74,12 @@ def send_checkpoints(client: Any, run_id: str, experiment_id: str, run: Path) ->
             if model is not None:
                 # Of a mirror that was killed while it sent it.
                 _delete(client, model)
-            _send_checkpoint(client, run_id, experiment_id, path)
+            _send_checkpoint(client, run_id, experiment_id, path, points)
     for name in stored.keys() - {path.stem for path in paths}:
         _delete(client, stored[name])
 
 
-def _send_checkpoint(client: Any, run_id: str, experiment_id: str, path: Path) -> None:
+def _send_checkpoint(client: Any, run_id: str, experiment_id: str, path: Path, points: Points) -> None:
     from mlflow.entities import LoggedModelOutput
 
     step = int(path.stem.partition("-")[2])
@@ -90,13 +91,16 @@ def _send_checkpoint(client: Any, run_id: str, experiment_id: str, path: Path) -
         # The ranks may remove it at any time.
         client.delete_logged_model(model.model_id)
         return
-    give_metrics(client, run_id, model.model_id, (path.parents[1] / "journal.jsonl", step), LEARNED)
+    give_metrics(client, run_id, model.model_id, (path.parents[1] / "journal.jsonl", step), LEARNED, points)
     client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
     client.finalize_logged_model(model.model_id, "READY")
 
 
-def give_metrics(client: Any, run_id: str, model_id: str, at: tuple[Path, int], figures: tuple[str, ...]) -> None:
-    """Give a logged model some figures of one step in the run's journal, and name the data set that they belong to."""
+def give_metrics(client: Any, run_id: str, model_id: str, at: tuple[Path, int], figures: tuple[str, ...], points: Points) -> None:
+    """Give a logged model some figures of one step in the run's journal, and name the data set that they belong to.
+
+    MLflow keeps them with the run's too, where the same time and value stand once.
+    """
     from mlflow.entities import Metric
 
     (journal, step), dataset = at, dict[str, str]()
@@ -105,8 +109,9 @@ def give_metrics(client: Any, run_id: str, model_id: str, at: tuple[Path, int], 
         if line["kind"] == "run" and "dataset" in line:
             dataset = {"dataset_name": line["dataset"]["name"], "dataset_digest": short(line["dataset"]["digest"])}
         elif line["kind"] == "metrics" and line["step"] == step:
-            found |= {name: (value, line["at"]) for name, value in line["values"].items() if name.startswith(figures)}
-    metrics = [Metric(name, value, at, step, model_id=model_id, **dataset) for name, (value, at) in found.items()]
+            found |= {name: (line["at"], value) for name, value in line["values"].items() if name.startswith(figures)}
+    known = {name: points.known(name, step, new) for name, new in found.items()}
+    metrics = [Metric(name, value, at, step, model_id=model_id, **dataset) for name, (at, value) in known.items()]
     client.log_batch(run_id, metrics=metrics)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import MachineError
-from pipeline.files import locked
+from pipeline.files import fsync_path, locked
 from pipeline.stop_signals import beside_a_training
 from pipeline.tracking import logged_models, uploads
 from pipeline.tracking.database import opening
@@ -24,6 +24,7 @@ from pipeline.tracking.experiment_page import prepared_experiment
 from pipeline.tracking.journal import CHECKPOINT, Tail, last, read
 from pipeline.tracking.mirror_state import State, error_line, read_state, server_id, write_error, write_state
 from pipeline.tracking.mlflow_flavor import Program
+from pipeline.tracking.points import Points
 from pipeline.tracking.registry import register
 
 log = logging.getLogger(__name__)
@@ -46,13 +47,14 @@ class Mirror:
         self._mlflow, self._metric, self._param, self._tag = mlflow, Metric, Param, RunTag
         self._run = run
         self._pending: list[Any] = []
-        # What MLflow has of the run: a line that a damaged disk has taken from the journal is written again, with another time.
-        self._points: set[tuple[str, int, float]] = set()
+        self._points = Points()
         with opening(mlflow.get_tracking_uri()):
             self._client = mlflow.MlflowClient()
         self._state = self._known(read_state(run), server_id(mlflow.get_tracking_uri()))
         self._tail = Tail(run / "journal.jsonl", self._state.offset)
-        self._checkpoints = logged_models.CheckpointUploads(self._client, run)
+        self._checkpoints = logged_models.CheckpointUploads(self._client, run, self._points)
+        if self._state.cut and self._state.run_id:
+            self._points.load(self._client, self._state.run_id)
 
     def _known(self, state: State, server: str) -> State:
         """How far this MLflow has the run: from the beginning, where it is another one or has lost it."""
@@ -71,7 +73,7 @@ class Mirror:
         for line in self._tail:
             if line["kind"] == "metrics":
                 at, step = line["at"], line["step"]
-                fresh = ((name, value) for name, value in line["values"].items() if (name, step, value) not in self._points)
+                fresh = ((name, value) for name, value in line["values"].items() if not self._points.has(name, step))
                 self._pending += [self._metric(name, value, at, step) for name, value in fresh]
                 if len(self._pending) < BATCH:
                     continue
@@ -114,9 +116,9 @@ class Mirror:
             if line["kind"] == "metrics":
                 wanted |= {name: (line["step"], value) for name, value in line["values"].items()}
         kept = self._client.get_run(self._state.run_id).data.metrics
-        newest = ((name, step, value) for name, (step, value) in wanted.items() if kept.get(name) != value and math.isfinite(value))
-        # Of a journal that was cut, MLflow has newer ones.
-        return [point[0] for point in newest if point not in self._points]
+        missed = ((name, step) for name, (step, value) in wanted.items() if kept.get(name) != value and math.isfinite(value))
+        # Where a journal was cut, MLflow may have newer ones.
+        return [name for name, step in missed if not self._points.has(name, step)]
 
     def _outcome(self) -> str:
         """What status.json says, which has room for an ending even where the journal has none."""
@@ -134,9 +136,7 @@ class Mirror:
     def _flush(self) -> None:
         if self._tail.offset != self._state.offset:
             # Before MLflow hears of it: a power cut must not take from the journal what MLflow has.
-            journal = os.open(self._run / "journal.jsonl", os.O_RDONLY)
-            os.fsync(journal)
-            os.close(journal)
+            fsync_path(self._run / "journal.jsonl")
         for start in range(0, len(self._pending), BATCH):
             self._client.log_batch(self._state.run_id, metrics=self._pending[start : start + BATCH])
         self._pending.clear()
@@ -147,8 +147,7 @@ class Mirror:
         found = self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{line['id']}'", max_results=1)
         if found:
             run_id = found[0].info.run_id
-            for name in found[0].data.metrics:
-                self._points |= {(name, point.step, point.value) for point in self._client.get_metric_history(run_id, name)}
+            self._points.load(self._client, run_id)
         else:
             tags = line["tags"] | {RUN_TAG: line["id"]}
             run_id = self._client.create_run(experiment, start_time=line["at"], tags=tags, run_name=line["name"]).info.run_id
@@ -188,7 +187,7 @@ class Mirror:
         if model is not None:
             self._state = replace(self._state, model=register(self._client, self._state.run_id, model, line))
             at = self._run / "journal.jsonl", line.get("step", -1)
-            logged_models.give_metrics(self._client, self._state.run_id, model.model_id, at, logged_models.EVALUATED)
+            logged_models.give_metrics(self._client, self._state.run_id, model.model_id, at, logged_models.EVALUATED, self._points)
 
     def _inside(self, name: str) -> Path:
         """A file of this run: a journal from elsewhere may name any."""

@@ -27,6 +27,8 @@ class State:
     server: str = ""
     # The registered model that an evaluation made, as name/version.
     model: str = ""
+    # The journal was once shorter than what was mirrored of it: MLflow is asked what it has.
+    cut: bool = False
 
 
 def database_of(uri: str, folder: Path = Path()) -> Path | None:
@@ -42,7 +44,7 @@ def read_state(run: Path) -> State:
     except (OSError, ValueError, TypeError, RecursionError):
         return State()
     strings = (state.run_id, state.experiment_id, state.server, state.model, state.error or "")
-    sound = all(isinstance(one, str) for one in strings) and type(state.offset) is int and state.offset >= 0  # pyright: ignore
+    sound = all(isinstance(one, str) for one in strings) and type(state.offset) is int and state.offset >= 0 and type(state.cut) is bool  # pyright: ignore
     return state if sound else State()
 
 
@@ -55,7 +57,7 @@ def repeat_if_cut(run: Path) -> None:
     """Have a journal repeated from its beginning if it is shorter than what was mirrored of it, before it grows again."""
     state = read_state(run)
     if state.offset > (run / "journal.jsonl").stat().st_size:
-        write_state(run, replace(state, offset=0))
+        write_state(run, replace(state, offset=0, cut=True))
 
 
 def server_id(uri: str) -> str:

@@ -11,14 +11,13 @@ import pytest
 from pipeline.hardware.cgroup import usable_cpus
 from tests.faults.test_rank_faults import fresh_ranks
 from tests.kit.experiment import LONGER, Experiment
+from tests.kit.skips import NOT_BOUND
 from tests.kit.trainings import ranks_of, same_figures, status, wait_for_step
 
 CPUS = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not 2 <= len(CPUS) == usable_cpus() or os.uname().machine != "x86_64", reason="ranks are bound to two CPUs of x86-64"
-    ),
+    pytest.mark.skipif(not 2 <= len(CPUS) == usable_cpus() or os.uname().machine != "x86_64", reason=NOT_BOUND),
 ]
 Note = Callable[[str, object], None]
 

@@ -13,8 +13,10 @@ import pytest
 NO_GPU, NO_SLURM, NO_BROWSER = "no GPU here", "no Slurm here", "no Chromium here"
 # What `make engines` installs.
 NO_RAY, NO_SKYPILOT, NO_DSTACK = "no Ray here", "no SkyPilot here", "no dstack here"
+# Under a quota, on other CPUs.
+NOT_BOUND = "ranks share no memory here"
 NO_TIME = "no time left here"
-ALLOWED = (NO_GPU, NO_SLURM, NO_BROWSER, NO_RAY, NO_SKYPILOT, NO_DSTACK, NO_TIME)
+ALLOWED = (NO_GPU, NOT_BOUND, NO_SLURM, NO_BROWSER, NO_RAY, NO_SKYPILOT, NO_DSTACK, NO_TIME)
 UNTIL, FROM = "LOCKSTEP_TESTS_UNTIL", "LOCKSTEP_TESTS_FROM"
 
 

@@ -4,6 +4,7 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,16 +14,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeline import collectives
 from pipeline.config import Dist
 from pipeline.parallel import shared_memory
 from pipeline.parallel.lanes import Lanes, TreeNode, push
 from pipeline.parallel.ordered import add
-from pipeline.parallel.shared_memory import PAGE_BYTES, QUESTIONS_KEPT, SharedMemory
+from pipeline.parallel.shared_memory import NAME, PAGE_BYTES, QUESTIONS_KEPT, SharedMemory
 from pipeline.ranks import Ranks
+from tests.kit.skips import NOT_BOUND
 from tests.ranks.test_strategies import with_strategy
 from tests.unit.parallel.test_ordered import leaf, tree
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="memory is shared on Linux, x86-64")
+pytestmark = pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason=NOT_BOUND)
 SIZES = [1, 2, 3, 7, 64, 1001]
 SHARES = [[1, 1], [4, 4], [1, 3], [1, 3, 2, 2], [2, 3, 3], [1] * 6]
 STEPS = 5
@@ -109,15 +112,23 @@ def test_questions_are_answered_in_any_order(run_ranks: Any) -> None:
     assert [found for (found,) in run_ranks(3, (asked, ()))] == [right] * 3
 
 
+def unbound(group: Ranks) -> bool:
+    """Whether all do without, where the kernel has refused to bind one."""
+    group.bound = group.rank == 0
+    without = shared_memory.build(nn.Linear(2, 2), Lanes([1, 1], group.rank, 2), group, Dist.model_construct()) is None
+    return without and group.ask is None
+
+
+def test_where_one_rank_is_not_bound_all_send_messages(run_ranks: Any) -> None:
+    assert run_ranks(2, (unbound, ())) == [[True], [True]]
+
+
 def not_had(group: Ranks, rank: int) -> bool:
     """Whether all do without, where one cannot have it."""
     broken = "memfd_create" if rank == 0 else "pidfd_open"
     if group.rank == rank:
-
-        def refused(*_: object) -> int:
-            raise OSError("not here")
-
-        setattr(os, broken, refused)
+        # As where Python was built for an older system.
+        delattr(os, broken)
     group.bound = True
     without = shared_memory.build(nn.Linear(2, 2), Lanes([1, 1], group.rank, 2), group, Dist.model_construct()) is None
     return without and group.ask is None
@@ -128,13 +139,23 @@ def test_where_one_rank_cannot_have_it_all_send_messages(rank: int, run_ranks: A
     assert run_ranks(2, (not_had, (rank,))) == [[True], [True]]
 
 
+@pytest.mark.parametrize("local", ["1", "2"])
 @pytest.mark.parametrize("setting", [{"algorithm": "flat"}, {"nodes": 2}, {}], ids=str)
-def test_nothing_is_shared_unless_ranks_of_one_machine_are_bound(setting: dict[str, Any], alone: Ranks) -> None:
-    two = Ranks(0, 2, alone.device, alone.control, bound=bool(setting))
+def test_nothing_is_shared_unless_all_ranks_are_of_one_machine(
+    setting: dict[str, Any], local: str, alone: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setattr(shared_memory, "share", lambda *_: pytest.fail("shared"))
+    two = Ranks(0, 2, alone.device, alone.control, bound=True)
+    if local == "2" and not setting:
+        with pytest.raises(pytest.fail.Exception):
+            shared_memory.build(nn.Linear(2, 2), Lanes([1, 1], 0, 2), two, Dist.model_construct())
+        monkeypatch.setattr(collectives, "in_vain", threading.Event())
     assert shared_memory.build(nn.Linear(2, 2), Lanes([1, 1], 0, 2), two, Dist.model_construct(**setting)) is None
 
 
 def test_so_much_that_each_rank_would_read_more_than_messages_carry_is_sent(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(shared_memory, "MOST_BYTES", 100)
     two = Ranks(0, 2, alone.device, alone.control, bound=True)
     assert shared_memory.build(nn.Linear(2, 2), Lanes([1, 1], 0, 2), two, Dist.model_construct()) is None
@@ -183,7 +204,14 @@ def test_a_long_wait_takes_little_of_the_cpu(peer: "subprocess.Popen[bytes]", al
     assert time.process_time() - before < 0.3
 
 
-def test_the_memory_ends_with_those_who_have_it_open(run_ranks: Any) -> None:
-    before = {path.name for path in Path("/dev/shm").iterdir()}
-    run_ranks(2, (summed, ([1, 1], torch.float32)))
-    assert {path.name for path in Path("/dev/shm").iterdir()} <= before
+def held(group: Ranks) -> tuple[int, bool]:
+    """How many files of this process are the memory, and whether it is mapped."""
+    kept = shared(group, Lanes([1, 1], group.rank, 2))
+    files = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert kept is not None
+    return sum(NAME in file for file in files), NAME in Path("/proc/self/maps").read_text()
+
+
+def test_the_memory_is_held_by_its_mapping_alone(run_ranks: Any) -> None:
+    # Which keeps a file of its own.
+    assert run_ranks(2, (held, ())) == [[(1, True)]] * 2

@@ -11,6 +11,7 @@ from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_TIMEOUT as LIMIT
 from pipeline.tracking.journal import CHECKPOINT, Journal
 from pipeline.tracking.logged_models import EVALUATED, CheckpointUploads, find_model, give_metrics
 from pipeline.tracking.mirror import Mirror
+from pipeline.tracking.points import Points
 from pipeline.tracking.uploads import UPLOAD_SECONDS, uploading
 from tests.kit.experiment import database
 
@@ -62,7 +63,7 @@ def test_mlflow_has_the_checkpoints_that_the_run_keeps_with_the_figures_of_their
     # A person's own copy.
     (run.folder / "checkpoints" / "best-00000020 (1).safetensors").write_bytes(b"copy")
     run.save("best-00000020", b"best")
-    uploads = CheckpointUploads(run.client, run.folder)
+    uploads = CheckpointUploads(run.client, run.folder, Points())
     run.finish(uploads)
     found = run.logged()
     assert found.keys() == {"step-00000020", "best-00000020"}
@@ -88,10 +89,10 @@ def test_mlflow_has_the_checkpoints_that_the_run_keeps_with_the_figures_of_their
 def test_a_checkpoint_that_was_half_sent_is_sent_again_and_a_whole_one_is_not(run: Run) -> None:
     run.client.create_logged_model(run.experiment, "step-00000020", run.id, model_type="checkpoint")
     run.save("step-00000020")
-    run.finish(CheckpointUploads(run.client, run.folder))
+    run.finish(CheckpointUploads(run.client, run.folder, Points()))
     (model,) = run.logged().values()
     assert (model.status, run.content(model)) == ("READY", b"weights")
-    run.finish(CheckpointUploads(run.client, run.folder))
+    run.finish(CheckpointUploads(run.client, run.folder, Points()))
     assert [one.model_id for one in run.logged().values()] == [model.model_id]
 
 
@@ -113,7 +114,7 @@ class Held(MlflowClient):
 
 def test_figures_arrive_while_a_checkpoint_is_being_sent_and_one_that_failed_is_sent_again(run: Run) -> None:
     client = Held()
-    uploads = CheckpointUploads(client, run.folder)
+    uploads = CheckpointUploads(client, run.folder, Points())
     run.save("step-00000020")
     uploads.start(run.id, run.experiment)
     assert client.began.wait(60)
@@ -131,7 +132,7 @@ def test_figures_arrive_while_a_checkpoint_is_being_sent_and_one_that_failed_is_
 def test_one_that_the_ranks_remove_meanwhile_is_not_missed(run: Run) -> None:
     client = Held()
     client.fails = False
-    uploads = CheckpointUploads(client, run.folder)
+    uploads = CheckpointUploads(client, run.folder, Points())
     path = run.save("step-00000020")
     uploads.start(run.id, run.experiment)
     assert client.began.wait(60)
@@ -146,13 +147,13 @@ def test_one_that_the_ranks_remove_meanwhile_is_not_missed(run: Run) -> None:
 def test_the_finished_model_is_told_from_the_checkpoints_and_has_figures_too(run: Run) -> None:
     run.save("best-00000020")
     run.journal.metrics({"test/accuracy": 0.5}, 20)
-    run.finish(CheckpointUploads(run.client, run.folder))
+    run.finish(CheckpointUploads(run.client, run.folder, Points()))
     assert find_model(run.client, run.id, run.experiment) is None
     made = run.client.create_logged_model(run.experiment, "model", run.id)
     found = find_model(run.client, run.id, run.experiment)
     assert found.model_id == made.model_id
     for _ in range(2):
-        give_metrics(run.client, run.id, made.model_id, (run.folder / "journal.jsonl", 20), EVALUATED)
+        give_metrics(run.client, run.id, made.model_id, (run.folder / "journal.jsonl", 20), EVALUATED, Points())
     assert [(one.key, one.value) for one in run.client.get_logged_model(made.model_id).metrics] == [("test/accuracy", 0.5)]
     assert len(run.client.get_metric_history(run.id, "test/accuracy")) == 1
 
