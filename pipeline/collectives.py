@@ -5,12 +5,22 @@ close, and the operation is queued on a connection that is no more. Nobody is to
 """
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 SLICE = timedelta(seconds=0.5)
 # In a job whose ranks go on without a lost one: set once collectives of this rank's group wait in vain.
 in_vain: threading.Event | None = None
+
+
+class Shared(Protocol):
+    """Memory that all ranks share."""
+
+    def start_maximum(self, value: int) -> Callable[[], int]: ...
+    def gathered(self, own: Tensor) -> Tensor | None: ...
 
 
 def watch() -> threading.Event:

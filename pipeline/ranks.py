@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from pipeline.collectives import wait
+from pipeline.collectives import Shared, wait
 from pipeline.config import MachineError
 from pipeline.heartbeat import COMPUTING, Heartbeat
 from pipeline.timeouts import CONNECT_SECONDS, GATHERING_SECONDS
@@ -35,8 +35,8 @@ class Ranks:
     beside_rank_zero: bool = True
     # This machine's ranks have its CPUs to themselves.
     bound: bool = False
-    # Asks all ranks for the largest of their values without a message, where they share memory.
-    ask: Callable[[int], Callable[[], int]] | None = None
+    # Where ranks share memory, no message is sent for what is small.
+    shared: Shared | None = None
 
     def on_rank_zero(self, thing: Callable[[], T], otherwise: T) -> T:
         """Return `thing()` on rank 0 and `otherwise` on every other rank."""
@@ -66,8 +66,10 @@ class Ranks:
         padded = torch.zeros((most, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
         padded[: len(rows)] = rows
         self.heartbeat.waiting()
-        everyone = torch.empty((self.size * most, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
-        wait(dist.all_gather_single(everyone, padded, async_op=True))
+        everyone = self.shared.gathered(padded) if self.shared is not None else None
+        if everyone is None:
+            everyone = torch.empty((self.size * most, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+            wait(dist.all_gather_single(everyone, padded, async_op=True))
         return torch.cat([everyone[rank * most : rank * most + count] for rank, count in enumerate(rows_per_rank)])
 
     def all_on_this_machine(self, flag: bool) -> bool:
@@ -96,8 +98,8 @@ class Ranks:
 
     def start_maximum(self, value: int) -> Callable[[], int]:
         """The same for the largest of small whole numbers."""
-        if self.ask is not None:
-            return self.ask(value)
+        if self.shared is not None:
+            return self.shared.start_maximum(value)
         answer = torch.tensor([value], dtype=torch.uint8)
         work = dist.all_reduce(answer, dist.ReduceOp.MAX, group=self.control, async_op=True)
         assert work is not None
@@ -144,7 +146,7 @@ class Ranks:
         """Return the same ranks with a control group of its own, for a thread beside the training; every rank must call it."""
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=GATHERING_SECONDS))
         assert isinstance(control, dist.ProcessGroup)
-        return replace(self, control=control, ask=None)
+        return replace(self, control=control, shared=None)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ CATALOGUE = {
     "pipeline": "pipeline.parallel.pipeline",
     "tensor": "pipeline.parallel.tensor",
 }
-# How a strategy does what it does; the first is what null means, but for ddp on gloo: there see shared_memory and hierarchy.
+# How a strategy does what it does; the first is what null means, but for ddp on gloo: there see shared_sums and hierarchy.
 ALGORITHMS = {"ddp": ("flat", "hierarchical", "butterfly"), "allreduce": ("ring", "naive"), "pipeline": ("1f1b", "gpipe")}
 # Those of which a rank holds a part of the model.
 IN_PARTS = ("fsdp", "pipeline", "tensor")

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline import collectives
 from pipeline.config import ConfigError, Dist
-from pipeline.parallel import hierarchy, shared_memory
+from pipeline.parallel import hierarchy, shared_sums
 from pipeline.parallel.lane_buffers import LaneBuffers
 from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, scaled
 from pipeline.parallel.ordered import LaneGradients
@@ -20,16 +20,16 @@ from pipeline.ranks import Ranks
 
 def build(task: Task, lanes: Lanes, ranks: Ranks, settings: Dist) -> "Ddp":
     """DDP under the ordered reduction, or under the backend's own all-reduce."""
-    sums: shared_memory.Sums = None, None
+    sums: shared_sums.Sums = None, None
     if settings.reduction == "ordered":
-        sums = shared_memory.build(task.model, lanes, ranks, settings) or (hierarchy.build(lanes, ranks, settings), None)
+        sums = shared_sums.build(task.model, lanes, ranks, settings) or (hierarchy.build(lanes, ranks, settings), None)
     return Ddp(task, lanes, ranks, sums, settings.find_unused_parameters)
 
 
 class Ddp(Replicated):
     """One lane after another; only the last one's backward meets the other ranks."""
 
-    def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, sums: shared_memory.Sums, find_unused: bool = False):
+    def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, sums: shared_sums.Sums, find_unused: bool = False):
         super().__init__(task.model)
         reduction, of_buffers = sums
         self._task, self._lanes, self._ranks, self.reads = task, lanes, ranks, lanes.own

@@ -16,6 +16,7 @@ from pipeline.tracking.journal import Journal, Silent, read
 from pipeline.training import train_rank
 from pipeline.training.checkpoint_file import weights_sha256
 from tests.kit.experiment import make_job
+from tests.kit.skips import NO_GOLDEN
 
 GOLDEN = Path(__file__).parent / "golden"
 # As a share of the loss: with AVX2 or SSE4.1 kernels alone it was at most 3.2e-7 over these 22 steps in fp32.
@@ -72,7 +73,7 @@ def test_every_figure_and_weight_has_the_bits_of_this_kind_of_cpu(figures: dict[
     for name, values in golden.items():
         assert {key: figures[name][key] for key in values} == values, name
     if missing := [name for name in figures if golden.get(name, {}).keys() != figures[name].keys()]:
-        pytest.skip(f"{path.name} has no golden figures for {'; '.join(missing)} on this kind of CPU ({kind['cpu']}): make golden")
+        pytest.skip(f"{path.name} {NO_GOLDEN} for {'; '.join(missing)} on this kind of CPU ({kind['cpu']}): make golden")
 
 
 def test_losses_in_fp32_are_near_those_of_every_other_kind_of_cpu(figures: dict[str, Any]) -> None:

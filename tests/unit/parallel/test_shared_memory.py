@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from pipeline import collectives
 from pipeline.config import Dist
-from pipeline.parallel import shared_memory
+from pipeline.parallel import shared_memory, shared_sums
 from pipeline.parallel.lanes import Lanes, TreeNode, push
 from pipeline.parallel.ordered import add
-from pipeline.parallel.shared_memory import NAME, PAGE_BYTES, QUESTIONS_KEPT, SharedMemory
+from pipeline.parallel.shared_memory import MOST_GATHERED_BYTES, NAME, PAGE_BYTES, QUESTIONS_KEPT, SharedMemory
 from pipeline.ranks import Ranks
 from tests.kit.skips import NOT_BOUND
 from tests.ranks.test_strategies import with_strategy
@@ -35,8 +35,8 @@ def shared(group: Ranks, lanes: Lanes, dtype: torch.dtype = torch.float32) -> An
     """What sums gradients and buffers of some sizes."""
     group.bound = True
     model = nn.ParameterList([nn.Parameter(torch.empty(size, dtype=dtype)) for size in SIZES])
-    found = shared_memory.build(model, lanes, group, Dist.model_construct())
-    assert found is not None and group.ask is not None
+    found = shared_sums.build(model, lanes, group, Dist.model_construct())
+    assert found is not None and group.shared is not None
     return found[0]
 
 
@@ -74,9 +74,9 @@ def test_sums_have_the_bits_of_one_tree(per_rank: list[int], run_ranks: Any, mon
 
 
 def trained(group: Ranks, bound: bool, model: str, per_rank: list[int]) -> str:
-    group.bound, group.ask = bound, None
+    group.bound, group.shared = bound, None
     digest, _, _ = with_strategy(group, "ddp", "ordered", model, per_rank, False, steps=3)
-    assert (group.ask is not None) == bound
+    assert (group.shared is not None) == bound
     return digest
 
 
@@ -112,11 +112,31 @@ def test_questions_are_answered_in_any_order(run_ranks: Any) -> None:
     assert [found for (found,) in run_ranks(3, (asked, ()))] == [right] * 3
 
 
+def gathered(group: Ranks, size: int) -> list[Tensor]:
+    """Rows of unequal number, many times, and now one rank late and now another."""
+    shared(group, Lanes([1] * group.size, group.rank, group.size))
+    found = list[Tensor]()
+    for number in range(50):
+        if number % group.size == group.rank:
+            time.sleep(0.0005)
+        rows = torch.full((group.rank + 1, size), 10 * number + group.rank, dtype=torch.float64)
+        found.append(group.gather_rows(rows, [1, 2, 3]))
+    return found
+
+
+@pytest.mark.parametrize("size", [6, MOST_GATHERED_BYTES], ids=["small", "too large"])
+def test_rows_of_all_ranks_are_gathered_in_their_order(size: int, run_ranks: Any) -> None:
+    for (found,) in run_ranks(3, (gathered, (size,))):
+        for number, rows in enumerate(found):
+            assert rows.shape == (6, size)
+            assert rows[:, 0].tolist() == rows[:, -1].tolist() == [10 * number + rank for rank in (0, 1, 1, 2, 2, 2)]
+
+
 def unbound(group: Ranks) -> bool:
     """Whether all do without, where the kernel has refused to bind one."""
     group.bound = group.rank == 0
-    without = shared_memory.build(nn.Linear(2, 2), Lanes([1, 1], group.rank, 2), group, Dist.model_construct()) is None
-    return without and group.ask is None
+    without = shared_sums.build(nn.Linear(2, 2), Lanes([1, 1], group.rank, 2), group, Dist.model_construct()) is None
+    return without and group.shared is None
 
 
 def test_where_one_rank_is_not_bound_all_send_messages(run_ranks: Any) -> None:
@@ -130,8 +150,8 @@ def not_had(group: Ranks, rank: int) -> bool:
         # As where Python was built for an older system.
         delattr(os, broken)
     group.bound = True
-    without = shared_memory.build(nn.Linear(2, 2), Lanes([1, 1], group.rank, 2), group, Dist.model_construct()) is None
-    return without and group.ask is None
+    without = shared_sums.build(nn.Linear(2, 2), Lanes([1, 1], group.rank, 2), group, Dist.model_construct()) is None
+    return without and group.shared is None
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -145,20 +165,20 @@ def test_nothing_is_shared_unless_all_ranks_are_of_one_machine(
     setting: dict[str, Any], local: str, alone: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    monkeypatch.setattr(shared_memory, "share", lambda *_: pytest.fail("shared"))
+    monkeypatch.setattr(shared_sums, "share", lambda *_: pytest.fail("shared"))
     two = Ranks(0, 2, alone.device, alone.control, bound=True)
     if local == "2" and not setting:
         with pytest.raises(pytest.fail.Exception):
-            shared_memory.build(nn.Linear(2, 2), Lanes([1, 1], 0, 2), two, Dist.model_construct())
+            shared_sums.build(nn.Linear(2, 2), Lanes([1, 1], 0, 2), two, Dist.model_construct())
         monkeypatch.setattr(collectives, "in_vain", threading.Event())
-    assert shared_memory.build(nn.Linear(2, 2), Lanes([1, 1], 0, 2), two, Dist.model_construct(**setting)) is None
+    assert shared_sums.build(nn.Linear(2, 2), Lanes([1, 1], 0, 2), two, Dist.model_construct(**setting)) is None
 
 
 def test_so_much_that_each_rank_would_read_more_than_messages_carry_is_sent(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(shared_memory, "MOST_BYTES", 100)
     two = Ranks(0, 2, alone.device, alone.control, bound=True)
-    assert shared_memory.build(nn.Linear(2, 2), Lanes([1, 1], 0, 2), two, Dist.model_construct()) is None
+    assert shared_sums.build(nn.Linear(2, 2), Lanes([1, 1], 0, 2), two, Dist.model_construct()) is None
 
 
 @pytest.fixture
@@ -171,8 +191,9 @@ def peer() -> "Iterator[subprocess.Popen[bytes]]":
 
 def beside(alone: Ranks, pid: int, timeout_seconds: float) -> tuple[SharedMemory, memoryview]:
     """This process as rank 0, another one as rank 1, and that one's page."""
-    mapped = mmap.mmap(-1, 2 * PAGE_BYTES + 128)
-    memory = SharedMemory(Ranks(0, 2, alone.device, alone.control), mapped, 64, [os.getpid(), pid], timeout_seconds)
+    mapped = mmap.mmap(-1, 2 * (PAGE_BYTES + 2 * MOST_GATHERED_BYTES))
+    ranks = Ranks(0, 2, alone.device, alone.control)
+    memory = SharedMemory(ranks, mapped, 2 * MOST_GATHERED_BYTES, [os.getpid(), pid], timeout_seconds)
     return memory, memoryview(mapped).cast("q")[PAGE_BYTES // 8 :]
 
 
