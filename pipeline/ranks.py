@@ -33,9 +33,9 @@ class Ranks:
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
     # It runs on rank 0's machine, whose watchdog sees both.
     beside_rank_zero: bool = True
-    # This machine's ranks have its CPUs to themselves.
+    # This rank is bound to CPUs of its own; whether the others are is to be asked.
     bound: bool = False
-    # Where ranks share memory, no message is sent for what is small.
+    # Where ranks share memory: for `start_maximum`, and for `gather_rows` of what is small.
     shared: Shared | None = None
 
     def on_rank_zero(self, thing: Callable[[], T], otherwise: T) -> T:

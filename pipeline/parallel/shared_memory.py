@@ -22,24 +22,24 @@ from pipeline.timeouts import collective_seconds
 
 log = logging.getLogger(__name__)
 
-# Ranks that compute as much end most steps within this time; longer, the mirror would hardly get the CPU.
+# Ranks that compute as much end most steps within this time of each other; longer, the mirror would hardly get the CPU.
 SPIN_SECONDS = 0.003
-# Then a rank sleeps this share of the time that it has waited already, at most.
+# Then a rank sleeps for this share of what it has waited already, and this long at most.
 SLEEP_SHARE, SLEEP_SECONDS = 1 / 50, 0.02
 # All that is shared. Beyond it messages take little of a step, and each rank would read much.
 MOST_BYTES = 256 << 20
-# What a log line gathers is less.
+# What a log line gathers is less, but for hundreds of lanes; more is sent.
 MOST_GATHERED_BYTES = 1 << 14
 PAGE_BYTES, WORD_BYTES = 4096, 8
 # The words of a rank's page: how many sums of gradients, of buffers, and rows to be gathered it has written, and its questions.
 GRADIENTS, BUFFERS, GATHERED, QUESTIONS = 0, 16, 32, 64
-NAME = "lockstep-gradients"
+NAME = "lockstep-shared"
 # So many are under way at most, and a value is less than this.
 QUESTIONS_KEPT, VALUES = 64, 256
 
 
 class SharedMemory:
-    """A page for each rank, which it alone writes, and room for what it adds. Each rank's CPU shows its writes in their order: x86 does."""
+    """A page for each rank, which it alone writes, and room for what it adds. The others must see its writes in their order, as on x86."""
 
     def __init__(self, ranks: Ranks, mapped: mmap.mmap, room: int, pids: list[int], timeout_seconds: float):
         self._rank, self._size, self._timeout_seconds = ranks.rank, ranks.size, timeout_seconds

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from pipeline.files import fsync_path
 from pipeline.tracking.journal import CHECKPOINTS, read
 from pipeline.tracking.mlflow_flavor import Program
 from pipeline.tracking.points import Points
@@ -99,12 +100,13 @@ def _send_checkpoint(client: Any, run_id: str, experiment_id: str, path: Path, p
 def give_metrics(client: Any, run_id: str, model_id: str, at: tuple[Path, int], figures: tuple[str, ...], points: Points) -> None:
     """Give a logged model some figures of one step in the run's journal, and name the data set that they belong to.
 
-    MLflow keeps them with the run's too, where the same time and value stand once.
+    MLflow keeps them with the run's too, where a point of equal time, step and value is stored once.
     """
     from mlflow.entities import Metric
 
     (journal, step), dataset = at, dict[str, str]()
     found: dict[str, Any] = {}
+    fsync_path(journal)
     for line in read(journal):
         if line["kind"] == "run" and "dataset" in line:
             dataset = {"dataset_name": line["dataset"]["name"], "dataset_digest": short(line["dataset"]["digest"])}

@@ -53,7 +53,7 @@ class Mirror:
         self._state = self._known(read_state(run), server_id(mlflow.get_tracking_uri()))
         self._tail = Tail(run / "journal.jsonl", self._state.offset)
         self._checkpoints = logged_models.CheckpointUploads(self._client, run, self._points)
-        if self._state.cut and self._state.run_id:
+        if self._state.repeated and self._state.offset:
             self._points.load(self._client, self._state.run_id)
 
     def _known(self, state: State, server: str) -> State:
@@ -73,7 +73,7 @@ class Mirror:
         for line in self._tail:
             if line["kind"] == "metrics":
                 at, step = line["at"], line["step"]
-                fresh = ((name, value) for name, value in line["values"].items() if not self._points.has(name, step))
+                fresh = ((name, value) for name, value in line["values"].items() if self._points.is_new(name, step))
                 self._pending += [self._metric(name, value, at, step) for name, value in fresh]
                 if len(self._pending) < BATCH:
                     continue
@@ -151,12 +151,13 @@ class Mirror:
         else:
             tags = line["tags"] | {RUN_TAG: line["id"]}
             run_id = self._client.create_run(experiment, start_time=line["at"], tags=tags, run_name=line["name"]).info.run_id
+            self._points.forget()
         if not run_id:
             raise self._mlflow.MlflowException("the server has made a run without an id")
         self._client.log_batch(run_id, params=[self._param(name, str(value)) for name, value in line["params"].items()])
         if "dataset" in line:
             logged_models.name_dataset(self._client, run_id, line["dataset"])
-        self._state = replace(self._state, run_id=run_id, experiment_id=experiment)
+        self._state = replace(self._state, run_id=run_id, experiment_id=experiment, repeated=bool(found))
 
     def _on_started(self, line: dict[str, Any]) -> None:
         self._client.update_run(self._state.run_id, status="RUNNING")

@@ -27,8 +27,8 @@ class State:
     server: str = ""
     # The registered model that an evaluation made, as name/version.
     model: str = ""
-    # The journal was once shorter than what was mirrored of it: MLflow is asked what it has.
-    cut: bool = False
+    # The journal was sent from its beginning to a run that was there: MLflow is asked what it has.
+    repeated: bool = False
 
 
 def database_of(uri: str, folder: Path = Path()) -> Path | None:
@@ -44,8 +44,8 @@ def read_state(run: Path) -> State:
     except (OSError, ValueError, TypeError, RecursionError):
         return State()
     strings = (state.run_id, state.experiment_id, state.server, state.model, state.error or "")
-    sound = all(isinstance(one, str) for one in strings) and type(state.offset) is int and state.offset >= 0 and type(state.cut) is bool  # pyright: ignore
-    return state if sound else State()
+    sound = all(isinstance(one, str) for one in strings) and type(state.offset) is int and state.offset >= 0  # pyright: ignore
+    return state if sound and type(state.repeated) is bool else State()
 
 
 def write_state(run: Path, state: State) -> None:
@@ -57,7 +57,7 @@ def repeat_if_cut(run: Path) -> None:
     """Have a journal repeated from its beginning if it is shorter than what was mirrored of it, before it grows again."""
     state = read_state(run)
     if state.offset > (run / "journal.jsonl").stat().st_size:
-        write_state(run, replace(state, offset=0, cut=True))
+        write_state(run, replace(state, offset=0))
 
 
 def server_id(uri: str) -> str:

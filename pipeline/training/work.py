@@ -41,7 +41,7 @@ class Work:
     # Whether the splits are held in the device's memory.
     hold: bool
     task: Task
-    # Whether this machine's ranks have its CPUs to themselves.
+    # Whether this rank is bound to CPUs of its own.
     bound: bool
 
     def evaluation(self, group: Ranks, in_step: bool = False) -> Evaluation:

@@ -4,13 +4,14 @@ import contextlib
 import json
 import sqlite3
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import mlflow
 import pytest
 
 from pipeline.tracking.journal import read
-from pipeline.tracking.mirror_state import repeat_if_cut
+from pipeline.tracking.mirror_state import read_state, repeat_if_cut, write_state
 from tests.commands.test_tracking import ENDED, STARTED, make_journal, metric, mirror, runs
 from tests.kit.experiment import Experiment
 
@@ -41,14 +42,18 @@ def test_figures_that_a_cut_journal_has_lost_are_in_mlflow_once(experiment: Expe
 
 
 @pytest.mark.slow
-def test_a_cut_journal_that_has_grown_beyond_its_old_end_is_repeated_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seen", ["by a stage", "by a mirror"])
+def test_a_cut_journal_that_has_grown_beyond_its_old_end_is_repeated_whole(seen: str, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     make_journal(tmp_path, STARTED, *(metric(step) for step in range(20)), ("stopped", {"step": 19}))
     mirror(tmp_path)
     size = path.stat().st_size
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-3]))
-    # What a stage does.
-    repeat_if_cut(tmp_path)
+    if seen == "by a stage":
+        repeat_if_cut(tmp_path)
+    else:
+        # As `sync` does.
+        mirror(tmp_path)
     # A line ends where the journal ended.
     length = size - path.stat().st_size - len(json.dumps({"kind": "note", "at": 10**12, "text": ""})) - 1
     make_journal(tmp_path, ("note", {"text": "n" * length}))
@@ -64,3 +69,16 @@ def test_a_cut_journal_that_has_grown_beyond_its_old_end_is_repeated_whole(tmp_p
     # What MLflow has beyond it is not lost.
     mirror(tmp_path)
     assert [run.info.status for run in runs(tmp_path)] == ["KILLED"]
+
+
+@pytest.mark.slow
+def test_another_runs_journal_in_its_place_is_sent_whole(tmp_path: Path) -> None:
+    make_journal(tmp_path, STARTED, *(metric(step) for step in range(20)), ENDED)
+    mirror(tmp_path)
+    write_state(tmp_path, replace(read_state(tmp_path), repeated=True))
+    (tmp_path / "journal.jsonl").unlink()
+    make_journal(tmp_path, STARTED, *(metric(step) for step in range(10)), ENDED, identity="another")
+    mirror(tmp_path)
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    points = {run.data.tags["lockstep.run"]: len(client.get_metric_history(run.info.run_id, "train/loss")) for run in runs(tmp_path)}
+    assert points == {"0123456789abcdef": 20, "another": 10}

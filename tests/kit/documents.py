@@ -100,6 +100,7 @@ ELSEWHERE = {
     "python -m pipeline train --resume runs/…": "tests/faults/test_strategy_faults.py",
     "python bench/run.py PART…": "`make bench`, above",
     "python bench/run.py algorithms": "nobody: five minutes",
+    "python bench/run.py lenet": "nobody: two minutes",
     "python bench/run.py strategies": "nobody: ten minutes",
     "python bench/run.py storage": "nobody: an hour",
     "python bench/run.py against": "nobody: an hour",
