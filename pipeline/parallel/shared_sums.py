@@ -55,7 +55,7 @@ class SharedSum:
             self._end = 0
         size_bytes = out.numel() * out.element_size()
         place = slice(self._end, self._end + size_bytes)
-        self._end += -(-size_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+        self._end += _aligned(size_bytes)
         rooms = self._rooms[0][self._rank]
         assert self._end <= rooms.shape[1]
         for room, (_, _, value) in zip(rooms, stack, strict=False):
@@ -110,4 +110,8 @@ def build(model: nn.Module, lanes: Lanes, ranks: Ranks, settings: Dist) -> Sums 
 
 def _size_bytes(tensors: list[Tensor]) -> int:
     """What tensors take at most, in however many pieces."""
-    return sum(-(-one.numel() * one.element_size() // ALIGNED_BYTES) * ALIGNED_BYTES for one in tensors)
+    return sum(_aligned(one.numel() * one.element_size()) for one in tensors)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
