@@ -16,12 +16,8 @@ from tests.kit.experiment import Experiment
 from tests.kit.servers import Server
 
 pytestmark = [pytest.mark.slow, browser.needs_browser]
-# Of virtual time: a page asks its server for much, one thing after another.
-PATIENCE_MS = 25000
 # So wide that the table has room for all columns: it draws those alone that are seen.
 WIDE, TALL = 5000, 6000
-# A browser's virtual time does not wait for a busy server.
-ATTEMPTS = 4
 
 
 class Pages:
@@ -44,13 +40,7 @@ class Pages:
     def shown(self, path: str, *words: str, width: int = 1280, height: int = 900) -> str:
         """Return what a page holds once it has been drawn, with all these words in it."""
         url = f"{self.server.uri}/#/{path}{'&' if '?' in path else '?'}workflowType=machine_learning"
-        missing = list(words)
-        for _ in range(ATTEMPTS):
-            found = browser.content(url, PATIENCE_MS, width, height)
-            missing = [word for word in words if word not in found]
-            if not missing:
-                return found
-        raise AssertionError(f"{url}: without {missing}")
+        return browser.content(url, *words, width=width, height=height)
 
 
 @pytest.fixture(scope="module")
@@ -78,23 +68,22 @@ def test_four_runs_are_compared_with_their_curves(pages: Pages) -> None:
     runs, experiments = (quote(json.dumps(ids)) for ids in ([one.info.run_id for one in pages.runs], [pages.id]))
     words = ("Comparing 4 Runs", "train.learning_rate", "seed", "best/validation_accuracy")
     pages.shown(f"compare-runs?runs={runs}&experiments={experiments}", *words)
-    curves = pages.shown(f"experiments/{pages.id}/runs?compareRunsMode=CHART", "js-line", "train/loss", width=1800, height=TALL)
     # Each of plotly's lines is a path of its own.
-    assert curves.count("js-line") >= 4
+    lines = ["js-line"] * 4
+    pages.shown(f"experiments/{pages.id}/runs?compareRunsMode=CHART", "train/loss", *lines, width=1800, height=TALL)
 
 
 def test_the_page_of_a_run_begins_with_its_description_and_images(pages: Pages) -> None:
     run = pages.evaluated
     page = f"experiments/{pages.id}/runs/{run.info.run_id}"
-    shown = pages.shown(page, run.data.tags["lockstep.weights_sha256"], "get-artifact")
+    plots = {f"plots/{name}.png" for name in ("curves", "ranks", "confusion", "worst")}
+    shown = pages.shown(page, run.data.tags["lockstep.weights_sha256"], *(f"path={one}" for one in plots))
     sources = re.findall(r'<img[^>]*src="(get-artifact[^"]*)"', shown.replace("&amp;", "&"))
-    drawn = {re.findall("path=([^&]*)", source)[0] for source in sources}
-    assert drawn == {f"plots/{name}.png" for name in ("curves", "ranks", "confusion", "worst")}
+    assert {re.findall("path=([^&]*)", source)[0] for source in sources} == plots
     for source in sources:
         with urlopen(f"{pages.server.uri}/{source}") as answer:
             assert answer.read(8) == b"\x89PNG\r\n\x1a\n"
-    system = pages.shown(f"{page}/system-metrics", "system/cpu_utilization_percentage", "system/system_memory_usage_megabytes")
-    assert "js-line" in system
+    pages.shown(f"{page}/system-metrics", "system/cpu_utilization_percentage", "system/system_memory_usage_megabytes", "js-line")
 
 
 def test_the_registered_model_is_shown_with_its_version(pages: Pages) -> None:

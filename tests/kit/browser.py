@@ -1,9 +1,16 @@
 """A real browser, Debian's Chromium without a window: what a person would see of a page."""
 
+import json
+import os
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,26 +18,89 @@ from tests.kit.skips import NO_BROWSER
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 LIMIT_SECONDS = 120
+# A page whose server was too slow for it says so, and does not ask again.
+RELOAD_SECONDS, GIVE_UP_SECONDS = 40, 240
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
 
 
-def _run(*words: str, wait_ms: int) -> str:
-    with tempfile.TemporaryDirectory(prefix="browser-") as profile:
+@contextmanager
+def _words() -> Iterator[list[str]]:
+    with tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True) as profile:
         # As root it refuses its own sandbox; /dev/shm is 64 MB in a container.
-        fixed = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={profile}"]
-        waiting = [f"--virtual-time-budget={wait_ms}"] if wait_ms else []
-        done = subprocess.run([str(CHROMIUM), *fixed, *waiting, *words], capture_output=True, text=True, timeout=LIMIT_SECONDS)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+        yield [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={profile}"]
 
 
-def content(url: str, wait_ms: int = 0, width: int = 1280, height: int = 900) -> str:
-    """Return a page's HTML once its scripts have run."""
-    return _run(f"--window-size={width},{height}", "--dump-dom", url, wait_ms=wait_ms)
+class Page:
+    """A page that stays open, over Chromium's DevTools protocol: JSON messages that end in a zero byte, on file descriptors 3 and 4."""
+
+    def __init__(self, send: int, receive: int, size: dict[str, int]):
+        self._send, self._receive, self._rest, self._ids = send, receive, b"", count(1)
+        self._session: dict[str, str] = {}
+        target = self.call("Target.createTarget", url="about:blank", newWindow=True, **size)["targetId"]
+        self._session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Return what the browser answers, be it an error."""
+        number = next(self._ids)
+        message = {"id": number, "method": method, "params": parameters} | self._session
+        os.write(self._send, json.dumps(message).encode() + b"\0")
+        while True:
+            *found, self._rest = self._rest.split(b"\0")
+            for answer in map(json.loads, found):
+                if answer.get("id") == number:
+                    return answer.get("result", answer)
+            more = os.read(self._receive, 1 << 20)
+            assert more, f"the browser ended before it answered {method}"
+            self._rest += more
+
+    def evaluate(self, script: str) -> str:
+        """Return a text; an empty one where the page is just being replaced."""
+        return self.call("Runtime.evaluate", expression=script).get("result", {}).get("value", "")
+
+
+@contextmanager
+def _page(width: int, height: int) -> Iterator[Page]:
+    (to_read, send), (receive, to_write) = os.pipe(), os.pipe()
+    with _words() as words, tempfile.TemporaryFile() as log:
+        # Only a shell gives a child descriptors by number.
+        shell = ["bash", "-c", f'exec "$0" "$@" 3<&{to_read} 4>&{to_write}', *words, "--remote-debugging-pipe"]
+        browser = subprocess.Popen(shell, pass_fds=(to_read, to_write), stdout=log, stderr=log)
+        os.close(to_read)
+        os.close(to_write)
+        try:
+            page = Page(send, receive, {"width": width, "height": height})
+            yield page
+            page.call("Browser.close")
+        finally:
+            os.close(send)
+            os.close(receive)
+            browser.kill()
+            browser.wait()
+
+
+def content(url: str, *words: str, width: int = 1280, height: int = 900) -> str:
+    """Return a page's HTML once it holds all these words, each as often as it is given."""
+    with _page(width, height) as page:
+        page.call("Page.navigate", url=url)
+        started = loaded = time.monotonic()
+        while (now := time.monotonic()) < started + GIVE_UP_SECONDS:
+            found = page.evaluate("document.documentElement.outerHTML")
+            missing = [word for word in words if found.count(word) < words.count(word)]
+            if not missing:
+                return found
+            if now > loaded + RELOAD_SECONDS:
+                page.call("Page.reload")
+                loaded = now
+            time.sleep(0.2)
+        raise AssertionError(f"{url}: without {missing}; it says {page.evaluate('document.body.innerText')!r}")
 
 
 def picture(url: str, target: Path, width: int = 1280, height: int = 900, wait_ms: int = 0, dark: bool = False) -> Path:
     """Write what is seen of a page as PNG."""
     scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
-    _run(*scheme, "--hide-scrollbars", f"--window-size={width},{height}", f"--screenshot={target}", url, wait_ms=wait_ms)
+    waiting = [f"--virtual-time-budget={wait_ms}"] if wait_ms else []
+    with _words() as words:
+        size = [f"--window-size={width},{height}", "--hide-scrollbars", f"--screenshot={target}"]
+        done = subprocess.run([*words, *scheme, *waiting, *size, url], capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    assert done.returncode == 0, done.stderr
     return target
