@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from pipeline.tracking.journal import Tail
+from pipeline.tracking.journal import RANKS, Tail
 
 PLAIN_EVERY_SECONDS = 30
 
@@ -46,6 +46,8 @@ class Progress:
                 self._show(line["step"], line["values"])
             elif line["kind"] == "note":
                 self.say(line["text"])
+            elif line["kind"] == RANKS:
+                self.say(f"{line['ranks']} rank{'s' if line['ranks'] > 1 else ''} from step {line['step']} on")
 
     def _show(self, step: int, values: dict[str, Any]) -> None:
         epoch, epochs = (step - 1) // self._per_epoch + 1, self._total // self._per_epoch

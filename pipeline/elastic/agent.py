@@ -77,7 +77,7 @@ class ElasticAgent(Agent):
         machine = os.environ.get(MACHINE, LEADER)
         dist = jobs.read(Path(spec.args[-1])).config.dist
         # More ranks than lanes have nothing to compute.
-        coordinator = Coordinator(self._generations, dist.world_size, dist.pieces) if machine == LEADER else None
+        coordinator = Coordinator(self._generations, dist.world_size, dist.pieces, say=_say) if machine == LEADER else None
         self._coordinating = threading.Thread(target=self._coordinate, args=(coordinator, self._generations, machine), daemon=True)
         self._coordinating.start()
         return pids
@@ -150,6 +150,10 @@ class ElasticAgent(Agent):
         self._watch(pid, name_of(os.environ | context.envs[local]))
         # What ends the job later has another cause.
         report("started", attempt=self._logs.attempt, folder=self._logs.folder)
+
+
+def _say(text: str) -> None:
+    report("said", text=text)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ UNREACHABLE_SECONDS = 5.0
 class Coordinator:
     """Announces generations; it outlives all ranks, and there is one for a job, on the leader."""
 
-    def __init__(self, store: ClusterStore, wanted: int, most: int, clock: Clock = time):
-        self._store, self._wanted, self._most, self._clock = store, wanted, most, clock
+    def __init__(self, store: ClusterStore, wanted: int, most: int, clock: Clock = time, say: Callable[[str], None] = log.warning):
+        self._store, self._wanted, self._most, self._clock, self._say = store, wanted, most, clock, say
         # Who is ready and not lost, in the order in which they came.
         self._ready: list[str] = []
         self._lost: set[str] = set()
@@ -90,7 +90,7 @@ class Coordinator:
         for machine in [machine_of(name) for name in self._generation.members if machine_of(name) not in known][-1:]:
             seconds = 2 * self._left_out[machine][0] if machine in self._left_out else UNREACHABLE_SECONDS
             self._left_out[machine] = seconds, now + seconds
-            log.warning("no group has formed with %s, which is left out for %.0f s: can all machines reach each other?", machine, seconds)
+            self._say(f"no group has formed with {machine}, which is left out for {seconds:.0f} s: can all machines reach each other?")
 
     def _alive(self, now: float) -> list[str]:
         """The members of the next generation: those that were ready first, one of the leader's machine among them, and those in front."""

@@ -68,8 +68,7 @@ def run(module: str, job: Job, node: Node, lock: int | None, observer: Observer,
     exit_code = process.wait()
     observer.poll()
     result = supervisor.result
-    result.stopped_by, result.stopped_at_once = stop.signal, stop.at_once
-    result.exit_code = 0 if over else exit_code
+    result.stopped_by, result.stopped_at_once, result.exit_code = stop.signal, stop.at_once, 0 if over else exit_code
     if result.exit_code and node.nodes == 1 and not supervisor.explained:
         # On a full disk the agent itself may die without a report; its ranks have left theirs.
         reasons = exit_reasons(supervisor.folder, node.ranks)
@@ -100,9 +99,8 @@ class Supervisor:
 
     def __init__(self, agent: tuple["subprocess.Popen[bytes]", int], node: Node, watchdog: Watchdog, stop: StopRequest, observer: Observer):
         self._process, self._pipe = agent
-        self._fork_server = 0
         self._node, self._watchdog, self._stop, self._observer = node, watchdog, stop, observer
-        self._unread, self._report_due = b"", math.inf
+        self._unread, self._report_due, self._fork_server = b"", math.inf, 0
         self.result = LaunchResult()
         # The newest attempt's folder, and whether a failure of it is known.
         self.folder: Path | None = None
@@ -155,6 +153,8 @@ class Supervisor:
             self._fork_server = event["pid"]
         elif kind == "rendezvous-timeout":
             self.result.nobody_came_back = True
+        elif kind == "said":
+            self._observer.say(event["text"])
         elif kind == "stopping":
             self.result.agent_was_stopped = True
 

@@ -56,6 +56,8 @@ def test_the_others_go_on_without_a_lost_rank_and_it_comes_back(
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 0, said
     assert len(re.findall(LOST_LINE, said)) == 3
+    groups = [(line["ranks"], line["step"]) for line in experiment.journal("ranks")]
+    assert re.findall(r"(\d) ranks? from step (\d+) on", said) == [(str(ranks), str(step)) for ranks, step in groups]
     assert not lost_steps(experiment)
     same_figures(experiment, baseline)
     assert [run.info.status for run in mlflow_runs(experiment)] == ["FINISHED"]

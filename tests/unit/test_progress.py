@@ -1,4 +1,4 @@
-"""How long a training says that it takes: to where it is to stop, which need not be its end."""
+"""What a training says while it runs: how long it takes to where it is to stop, and how many ranks there are."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from pipeline import console
 from pipeline.console import Progress
-from pipeline.tracking.journal import Journal
+from pipeline.tracking.journal import RANKS, Journal
 
 
 @pytest.mark.parametrize(("until", "left"), [(None, "00:03:10 left"), (50, "00:00:40 left"), (10, "00:00:00 left")])
@@ -21,3 +21,13 @@ def test_what_is_left_ends_where_it_is_to_stop(
         journal.metrics(values, 10)
         progress.tick()
     assert capsys.readouterr().err.strip() == f"epoch 1/2  step 10/200  loss 1.0000  accuracy 0.500  100/s  {left}"
+
+
+def test_it_says_how_many_ranks_there_are_from_which_step_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.event("started", tags={})
+    with Progress(tmp_path / "journal.jsonl", 200, 100) as progress:
+        for ranks, step in ((2, 0), (1, 31)):
+            journal.event(RANKS, step=step, ranks=ranks, generation=0, machines={"leader": ranks})
+        progress.tick()
+    assert capsys.readouterr().err.splitlines() == ["2 ranks from step 0 on", "1 rank from step 31 on"]

@@ -157,6 +157,29 @@ def test_a_machine_that_is_heard_of_is_waited_for() -> None:
         assert coordinator.look() is None
 
 
+def test_a_machine_with_which_no_group_forms_is_left_out_and_that_is_said() -> None:
+    store, clock, said = ClusterStore(HashStore(), "here"), Passing(), list[str]()
+    coordinator = Coordinator(store, 2, 2, clock, said.append)
+    Member(store, "leader:a.0", clock).ready()
+    clock.now += coordinators.START_SECONDS + 1
+    coordinator.look()
+    clock.now += coordinators.START_SECONDS + 1
+    alone = coordinator.look()
+    assert alone is not None
+    store.put("generation/0/formed", True)
+    store.put(MEMBERS, ["other"])
+    Member(store, "other:b.0", clock).ready()
+    assert coordinator.look() is not None
+    # All are there and have come to the group, but it does not form.
+    store.count("generation/1/failed")
+    coordinator.look()
+    store.put(heartbeat_of("other"), ["b", 1])
+    clock.now += coordinators.PATIENCE_SECONDS + 0.5
+    without = coordinator.look()
+    assert without is not None and without.members == ["leader:a.0"]
+    assert said == ["no group has formed with other, which is left out for 5 s: can all machines reach each other?"]
+
+
 def test_ranks_of_a_container_that_was_started_again_are_not_waited_for() -> None:
     store, clock = ClusterStore(HashStore(), "here"), Passing()
     coordinator = Coordinator(store, 2, 2, clock)
