@@ -22,7 +22,7 @@ class Progress:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live = Live(console=self._console, refresh_per_second=4, transient=True) if self._console.is_terminal else None
         self._printed_at = time.monotonic()
-        self._images_per_second = 0.0
+        self._images_per_second, self._num_groups = 0.0, 0
 
     def __enter__(self) -> "Progress":
         # What was there before has been shown before.
@@ -47,7 +47,13 @@ class Progress:
             elif line["kind"] == "note":
                 self.say(line["text"])
             elif line["kind"] == RANKS:
-                self.say(f"{line['ranks']} rank{'s' if line['ranks'] > 1 else ''} from step {line['step']} on")
+                self._show_ranks(line)
+
+    def _show_ranks(self, line: dict[str, Any]) -> None:
+        """Who goes on, of an elastic training; a first group has nobody to lose."""
+        again = "all ranks were lost: " if self._num_groups and line.get("from_checkpoint") else ""
+        self._num_groups += 1
+        self.say(f"{again}{line['ranks']} rank{'s' if line['ranks'] > 1 else ''} from step {line['step']} on")
 
     def _show(self, step: int, values: dict[str, Any]) -> None:
         epoch, epochs = (step - 1) // self._per_epoch + 1, self._total // self._per_epoch

@@ -1,7 +1,6 @@
 """What a stage makes of its ranks while they run: how they fare, for people, and whether those that fail are started again."""
 
 from dataclasses import replace
-from pathlib import Path
 
 from pipeline.console import Progress
 from pipeline.job import Job
@@ -41,8 +40,8 @@ class StageObserver:
         if not spent:
             anew = f"starting again from {checkpoints.newest(self._job.run) or 'the beginning'}"
             # Ranks are numbered anew in every group: the log tells which process it was.
-            logs = f" (log: {'/'.join(Path(failure.log).parts[-3:])})" if failure.log else ""
-            what = f"whoever is left goes on, and it is started again{logs}" if self._one_by_one else anew
+            logs = f" (log: {failure.log})" if failure.log else ""
+            what = f"it is started again, and whoever is left goes on{logs}" if self._one_by_one else anew
             self._progress.say(f"{outcome.describe(failure, self._job.config)}; {what}")
         return spent
 

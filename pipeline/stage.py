@@ -102,8 +102,8 @@ class RankStage:
     def _stopped_before_start(self, cause: str, progress: Progress) -> int:
         run = self._job.run
         step = journals.reached(self._job.journal, self._stage == "evaluate")
-        end = status.Outcome("stopped", status.STOPPED, cause, None, step, checkpoints.newest(run), self.command)
-        replace(end, stage=self._stage).write(run)
+        end = status.Outcome("stopped", status.STOPPED, cause, None, step, checkpoints.newest(run), self.command, stage=self._stage)
+        end.write(run)
         progress.say(status.message(end))
         return status.STOPPED
 
@@ -135,6 +135,7 @@ class RankStage:
             end = outcome.broken(error, step, checkpoints.newest(run), self.command)
         # Also where there was none: from here on there is only MLflow to wait for.
         stop.agent_ended()
+        end = replace(end, stage=self._stage)
         message = status.message(end) if self._tracked or end.outcome not in ("done", "stopped") else ""
         try:
             journal.event("attempt-ended", stage=self._stage, elapsed_seconds=time.monotonic() - started_at)
@@ -146,7 +147,7 @@ class RankStage:
             end = outcome.unpublished(end, error, self.command)
             message = status.message(end)
         journal.close()
-        replace(end, stage=self._stage).write(run)
+        end.write(run)
         # Workers do not wait for what MLflow has yet to take.
         members.end_job(end.exit_code or 0)
         copier.close()

@@ -23,6 +23,8 @@ class Handover:
         self._state, self._guard, self._checkpoints, self._ranks = state, guard, checkpoints, ranks
         # Where this rank is; None while it has no weights of a step.
         self.at: Position | None = None
+        # Whether nobody had weights, when ranks last met.
+        self.anew = False
 
     def meet(self, writes: bool) -> Position:
         """Return where all ranks go on: where the farthest is, else at the newest checkpoint; every rank must call it.
@@ -35,7 +37,8 @@ class Handover:
         rows = self._ranks.gather_rows(row, [1] * self._ranks.size).tolist()
         steps = [row[0] for row in rows]
         farthest = max(steps)
-        if farthest < 0:
+        self.anew = farthest < 0
+        if self.anew:
             step = self._checkpoints.restore(self._state)
             self._guard.start(step)
             self.at = Position(step, self._checkpoints.validation_due)

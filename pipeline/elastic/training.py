@@ -132,7 +132,8 @@ class ElasticTraining:
         self._writes, self._entered_at = self._group.on_rank_zero(lambda: True, False), at.step
         log.info("generation %d: rank %d of %d goes on at step %d", generation.number, self._group.rank, self._group.size, at.step)
         machines = Counter(machine_of(name) for name in generation.members)
-        self._journal.event(RANKS, step=at.step, ranks=self._group.size, generation=generation.number, machines=dict(machines))
+        who = {"ranks": self._group.size, "generation": generation.number, "machines": dict(machines)}
+        self._journal.event(RANKS, step=at.step, from_checkpoint=self._handover.anew, **who)
         self._journal.metrics({"system/ranks": float(self._group.size)}, at.step)
 
     def _open_journal(self) -> None:

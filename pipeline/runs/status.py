@@ -54,4 +54,6 @@ def message(outcome: Outcome) -> str:
     if outcome.outcome in ("configuration", "data", "machine"):
         return outcome.cause
     kept = f" Kept: {outcome.checkpoint}." if outcome.checkpoint else ""
-    return f"{outcome.cause}.{kept}" + (f" To go on: {outcome.command}" if outcome.command else "")
+    anew = outcome.stage == "train" and not outcome.checkpoint
+    what = "To begin again, as there is no checkpoint yet" if anew else "To go on"
+    return f"{outcome.cause}.{kept}" + (f" {what}: {outcome.command}" if outcome.command else "")

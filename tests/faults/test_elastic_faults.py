@@ -27,7 +27,7 @@ ELASTIC = LONGER | {
 }
 
 
-LOST_LINE = r"rank \d was ended by SIGKILL in step \d+; whoever is left goes on, and it is started again \(log: lost_\d/\d/stderr\.log\)"
+LOST_LINE = r"rank \d was ended by SIGKILL in step \d+; it is started again, and whoever is left goes on \(log: (\S+/lost_\d/\d/\w+\.log)\)"
 
 
 def wait_for_ranks(experiment: Experiment, number: int) -> None:
@@ -55,7 +55,8 @@ def test_the_others_go_on_without_a_lost_rank_and_it_comes_back(
     assert before[3] == ranks_of(process)[3]
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 0, said
-    assert len(re.findall(LOST_LINE, said)) == 3
+    logs = re.findall(LOST_LINE, said)
+    assert len(logs) == 3 and all((experiment.folder / log).is_file() for log in logs)
     groups = [(line["ranks"], line["step"]) for line in experiment.journal("ranks")]
     assert re.findall(r"(\d) ranks? from step (\d+) on", said) == [(str(ranks), str(step)) for ranks, step in groups]
     assert not lost_steps(experiment)
@@ -83,6 +84,7 @@ def test_a_stop_amid_a_loss_saves_and_all_ranks_may_be_lost(baseline: Experiment
     assert process.returncode == 75, said
     stopped_at, seconds = status(experiment)["step"], time.monotonic() - asked_at
     assert f"stopped on request at step {stopped_at}" in said
+    assert re.search(r"all ranks were lost: \d ranks? from step [2468]0 on", said), said
     assert stopped_at >= 90
     assert not psutil.pid_exists(process.pid)
     experiment.set(**LONGER).run("train")
