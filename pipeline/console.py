@@ -51,7 +51,7 @@ class Progress:
 
     def _show_ranks(self, line: dict[str, Any]) -> None:
         """Who goes on, of an elastic training; a first group has nobody to lose."""
-        again = "all ranks were lost: " if self._num_groups and line.get("from_checkpoint") else ""
+        again = "no rank has the weights any more; " if self._num_groups and line.get("anew") else ""
         self._num_groups += 1
         self.say(f"{again}{line['ranks']} rank{'s' if line['ranks'] > 1 else ''} from step {line['step']} on")
 

@@ -40,7 +40,7 @@ class StageObserver:
         if not spent:
             anew = f"starting again from {checkpoints.newest(self._job.run) or 'the beginning'}"
             # Ranks are numbered anew in every group: the log tells which process it was.
-            logs = f" (log: {failure.log})" if failure.log else ""
+            logs = f" (log{f' on {failure.host}' if failure.host else ''}: {failure.log})" if failure.log else ""
             what = f"it is started again, and whoever is left goes on{logs}" if self._one_by_one else anew
             self._progress.say(f"{outcome.describe(failure, self._job.config)}; {what}")
         return spent

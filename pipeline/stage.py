@@ -104,8 +104,11 @@ class RankStage:
         step = journals.reached(self._job.journal, self._stage == "evaluate")
         end = status.Outcome("stopped", status.STOPPED, cause, None, step, checkpoints.newest(run), self.command, stage=self._stage)
         end.write(run)
-        progress.say(status.message(end))
+        progress.say(self._message(end))
         return status.STOPPED
+
+    def _message(self, end: status.Outcome) -> str:
+        return status.message(end, has_saved=bool(journals.last(self._job.journal, journals.CHECKPOINT)))
 
     def _opened(self, header: dict[str, Any], tags: dict[str, Any]) -> Journal:
         """Open the journal, and write the lines that begin a run and this start of it."""
@@ -136,7 +139,7 @@ class RankStage:
         # Also where there was none: from here on there is only MLflow to wait for.
         stop.agent_ended()
         end = replace(end, stage=self._stage)
-        message = status.message(end) if self._tracked or end.outcome not in ("done", "stopped") else ""
+        message = self._message(end) if self._tracked or end.outcome not in ("done", "stopped") else ""
         try:
             journal.event("attempt-ended", stage=self._stage, elapsed_seconds=time.monotonic() - started_at)
             if end.exit_code == 0:
@@ -145,7 +148,7 @@ class RankStage:
         except outcome.EXPECTED as error:
             # If the journal is full too, the mirror reads the ending in status.json.
             end = outcome.unpublished(end, error, self.command)
-            message = status.message(end)
+            message = self._message(end)
         journal.close()
         end.write(run)
         # Workers do not wait for what MLflow has yet to take.

@@ -84,10 +84,10 @@ def run(config: Config, paths: Paths, resume: Path | None = None, stop_after_epo
 def what_begins(job: Job, data: str) -> str:
     """The first line for people."""
     dist, kept = job.config.dist, checkpoints.newest(job.run)
-    begun = kept or journals.last(job.journal, "started")
+    lacks = journals.last(job.journal, "started") and not journals.last(job.journal, CHECKPOINT)
     batch = f"global batch {dist.images_per_step}" + (f" in {dist.lanes} lanes" if dist.lanes else "")
     where = f"{dist.world_size} x {job.device}, {job.backend}, {job.precision}, {batch}" + (", elastic" if job.elastic else "")
-    origin = f", going on from {kept or 'step 0, as there is no checkpoint yet'}" if begun else ""
+    origin = f", going on from {kept}" if kept else ", from step 0 again: no checkpoint was written yet" if lacks else ""
     return f"training {job.config.model.name} on {data}: {where}, run {job.run.name}{origin}"
 
 
@@ -105,7 +105,9 @@ def publish_again(job: Job, paths: Paths) -> None:
     # A kill may have come before it could say so, and a failed evaluation after it.
     status.Outcome("done", 0, "", None, receipt.steps, checkpoints.newest(job.run), "").write(job.run)
     log.info("finished already, published again: %s, MLflow run %s", job.run, receipt.mlflow_run_id or read_state(job.run).run_id)
-    log.info("trained before, with world size %s: %s", receipt.placement.get("world_size", "?"), what_came_out(receipt))
+    log.info("trained before, last with world size %s", receipt.placement.get("world_size"))
+    for line in what_came_out(receipt):
+        log.info("%s", line)
     if needs_sync(job.run, paths):
         # Whoever finished it was killed before MLflow had heard.
         with deferred() as signalled:
@@ -114,10 +116,10 @@ def publish_again(job: Job, paths: Paths) -> None:
     copy_process.complete(job.run, log.info)
 
 
-def what_came_out(receipt: Receipt) -> str:
-    """The last line for people."""
+def what_came_out(receipt: Receipt) -> list[str]:
+    """Return the result in lines for people."""
     best = f"best validation accuracy {receipt.best.validation_accuracy:.4f} in epoch {receipt.best.epoch}"
-    return f"{best}; SHA-256 of the weights after step {receipt.steps}: {receipt.weights_sha256}"
+    return [best, f"SHA-256 of the weights after the last step: {receipt.weights_sha256}"]
 
 
 def carry_out(stage: RankStage, job: Job, paths: Paths, progress: Progress, facts: dict[str, Any]) -> int:
@@ -132,7 +134,7 @@ def carry_out(stage: RankStage, job: Job, paths: Paths, progress: Progress, fact
         write_receipt(job, facts | {"placement": placement, "mlflow_run_id": run_id()})
         receipt = publish(job.run, paths)
         journal_results(journal, job, receipt)
-        return what_came_out(receipt)
+        return "\n".join(what_came_out(receipt))
 
     name = f"{job.config.model.name} on {job.config.data.name} {facts['fingerprint'][:6]}"
     manifest = store.read_manifest(job.prepared)

@@ -90,7 +90,9 @@ class Coordinator:
         for machine in [machine_of(name) for name in self._generation.members if machine_of(name) not in known][-1:]:
             seconds = 2 * self._left_out[machine][0] if machine in self._left_out else UNREACHABLE_SECONDS
             self._left_out[machine] = seconds, now + seconds
-            self._say(f"no group has formed with {machine}, which is left out for {seconds:.0f} s: can all machines reach each other?")
+            self._say(
+                f"machine {machine} is left out for {seconds:.0f} s, as no group forms with it; see that all machines reach each other"
+            )
 
     def _alive(self, now: float) -> list[str]:
         """The members of the next generation: those that were ready first, one of the leader's machine among them, and those in front."""

@@ -133,7 +133,7 @@ class ElasticTraining:
         log.info("generation %d: rank %d of %d goes on at step %d", generation.number, self._group.rank, self._group.size, at.step)
         machines = Counter(machine_of(name) for name in generation.members)
         who = {"ranks": self._group.size, "generation": generation.number, "machines": dict(machines)}
-        self._journal.event(RANKS, step=at.step, from_checkpoint=self._handover.anew, **who)
+        self._journal.event(RANKS, step=at.step, anew=self._handover.anew, **who)
         self._journal.metrics({"system/ranks": float(self._group.size)}, at.step)
 
     def _open_journal(self) -> None:

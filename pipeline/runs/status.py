@@ -49,11 +49,10 @@ def running(run: Path, step: int, command: str, stage: str = "train") -> None:
     Outcome("running", None, "", None, step, None, command, f"{os.getpid()} on {socket.gethostname()}", stage).write(run)
 
 
-def message(outcome: Outcome) -> str:
-    """The one line for people: what, where, what to do."""
+def message(outcome: Outcome, has_saved: bool = True) -> str:
+    """The one line for people: what, where, what to do; `has_saved`: whether the run has ever written a checkpoint."""
     if outcome.outcome in ("configuration", "data", "machine"):
         return outcome.cause
     kept = f" Kept: {outcome.checkpoint}." if outcome.checkpoint else ""
-    anew = outcome.stage == "train" and not outcome.checkpoint
-    what = "To begin again, as there is no checkpoint yet" if anew else "To go on"
-    return f"{outcome.cause}.{kept}" + (f" {what}: {outcome.command}" if outcome.command else "")
+    what = " To go on" if has_saved or outcome.stage != "train" else " No checkpoint was written yet. To start"
+    return f"{outcome.cause}.{kept}" + (f"{what}: {outcome.command}" if outcome.command else "")

@@ -86,7 +86,7 @@ def test_after_a_stop_request_no_further_stage_begins(experiment: Experiment, tm
     assert (code, (tmp_path / "exit").read_text()) == (75, "75\n"), said
     assert "stopped on request before it began" in said
     # What a person types is what was typed, and not what stands below it.
-    assert "To go on: python -m pipeline lead --" in said
+    assert "No checkpoint was written yet. To start: python -m pipeline lead --" in said
     assert not list(experiment.folder.glob("runs/*/checkpoints/*"))
 
 

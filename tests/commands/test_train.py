@@ -162,6 +162,8 @@ def test_the_same_experiment_on_another_placement_is_recognised_in_seconds(basel
     # MLflow is asked by a process that imports it; a rank costs as much again, and so does an agent.
     assert child_cpu_seconds() - before < 3 * importing
     assert "finished already, published again" in said
+    assert "trained before, last with world size 2\n" in said
+    assert f"SHA-256 of the weights after the last step: {weights(baseline)}\n" in said
     assert list(copy.run_folder.glob("logs/*")) == logs, "ranks were started"
     assert (copy.folder / "models/receipt.json").read_bytes() == (baseline.folder / "models/receipt.json").read_bytes()
     assert len(mlflow_runs(copy)) == 1

@@ -154,6 +154,7 @@ def test_without_a_good_checkpoint_nothing_is_started_from_nothing(experiment: E
         path.unlink()
     said = experiment.run("train", expect=4)
     assert "no good checkpoint is left, and the journal tells of some; move" in said
+    assert "from step 0 again" not in said
     assert (experiment.run_folder / "journal.jsonl").read_text().count("train/loss") == lines
     record_property("happened", "exit 4: no good checkpoint is left of 2; nothing was trained")
 

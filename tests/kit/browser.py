@@ -2,12 +2,13 @@
 
 import json
 import os
+import select
 import shutil
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.kit.skips import NO_BROWSER
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 LIMIT_SECONDS = 120
 # A page whose server was too slow for it says so, and does not ask again.
-RELOAD_SECONDS, GIVE_UP_SECONDS = 40, 240
+RELOAD_SECONDS, GIVE_UP_SECONDS, ANSWER_SECONDS = 40, 300, 120
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
 
 
@@ -43,14 +44,16 @@ class Page:
         """Return what the browser answers, be it an error."""
         number = next(self._ids)
         message = {"id": number, "method": method, "params": parameters} | self._session
-        os.write(self._send, json.dumps(message).encode() + b"\0")
+        with suppress(BrokenPipeError):
+            os.write(self._send, json.dumps(message).encode() + b"\0")
         while True:
             *found, self._rest = self._rest.split(b"\0")
             for answer in map(json.loads, found):
                 if answer.get("id") == number:
                     return answer.get("result", answer)
-            more = os.read(self._receive, 1 << 20)
-            assert more, f"the browser ended before it answered {method}"
+            answers, _, _ = select.select([self._receive], [], [], ANSWER_SECONDS)
+            if not answers or not (more := os.read(self._receive, 1 << 20)):
+                raise EOFError(f"the browser {'ended before it answered' if answers else 'does not answer'} {method}")
             self._rest += more
 
     def evaluate(self, script: str) -> str:
@@ -68,9 +71,10 @@ def _page(width: int, height: int) -> Iterator[Page]:
         os.close(to_read)
         os.close(to_write)
         try:
-            page = Page(send, receive, {"width": width, "height": height})
-            yield page
-            page.call("Browser.close")
+            yield Page(send, receive, {"width": width, "height": height})
+        except EOFError as error:
+            log.seek(0)
+            raise AssertionError(f"{error}; it says {log.read()[-2000:].decode(errors='replace')}") from None
         finally:
             os.close(send)
             os.close(receive)
@@ -83,14 +87,15 @@ def content(url: str, *words: str, width: int = 1280, height: int = 900) -> str:
     with _page(width, height) as page:
         page.call("Page.navigate", url=url)
         started = loaded = time.monotonic()
+        patience = RELOAD_SECONDS
         while (now := time.monotonic()) < started + GIVE_UP_SECONDS:
             found = page.evaluate("document.documentElement.outerHTML")
             missing = [word for word in words if found.count(word) < words.count(word)]
             if not missing:
                 return found
-            if now > loaded + RELOAD_SECONDS:
+            if now > loaded + patience:
                 page.call("Page.reload")
-                loaded = now
+                loaded, patience = now, 2 * patience
             time.sleep(0.2)
         raise AssertionError(f"{url}: without {missing}; it says {page.evaluate('document.body.innerText')!r}")
 

@@ -28,10 +28,10 @@ def test_it_says_how_many_ranks_there_are_from_which_step_on(tmp_path: Path, cap
     journal.event("started", tags={})
     with Progress(tmp_path / "journal.jsonl", 200, 100) as progress:
         for ranks, step, anew in ((2, 0, True), (1, 31, False), (2, 20, True)):
-            journal.event(RANKS, step=step, ranks=ranks, from_checkpoint=anew)
+            journal.event(RANKS, step=step, ranks=ranks, anew=anew)
         progress.tick()
     assert capsys.readouterr().err.splitlines() == [
         "2 ranks from step 0 on",
         "1 rank from step 31 on",
-        "all ranks were lost: 2 ranks from step 20 on",
+        "no rank has the weights any more; 2 ranks from step 20 on",
     ]

@@ -177,7 +177,7 @@ def test_a_machine_with_which_no_group_forms_is_left_out_and_that_is_said() -> N
     clock.now += coordinators.PATIENCE_SECONDS + 0.5
     without = coordinator.look()
     assert without is not None and without.members == ["leader:a.0"]
-    assert said == ["no group has formed with other, which is left out for 5 s: can all machines reach each other?"]
+    assert said == ["machine other is left out for 5 s, as no group forms with it; see that all machines reach each other"]
 
 
 def test_ranks_of_a_container_that_was_started_again_are_not_waited_for() -> None:

@@ -51,7 +51,8 @@ def met(group: Ranks, folder: Path, positions: list[Position | None], writer: in
     found = handover.meet(group.rank == writer)
     whole = {name: value.tolist() for name, value in state.whole()}
     assert handover.at is found
-    return {"at": found, "whole": whole, "guard": guard.marks, "checkpoints": checkpoints.marks, "written": [*checkpoints.written()]}
+    facts = {"at": found, "anew": handover.anew, "whole": whole}
+    return facts | {"guard": guard.marks, "checkpoints": checkpoints.marks, "written": [*checkpoints.written()]}
 
 
 def test_whoever_is_behind_gets_all_from_whoever_is_farthest(run_ranks: Any, tmp_path: Path) -> None:
@@ -60,6 +61,7 @@ def test_whoever_is_behind_gets_all_from_whoever_is_farthest(run_ranks: Any, tmp
     expected = {name: value.tolist() for name, value in trained(4).whole()}
     for one in found:
         assert one["whole"] == expected
+        assert not one["anew"]
         assert one["guard"] == {"first": 1, "good_steps": 3, "bad": 1.0}
         assert one["checkpoints"]["saved"] == 2
         assert (one["at"].step, one["at"].due, one["at"].save) == (4, True, False)

@@ -58,8 +58,9 @@ def test_a_run_under_way_names_its_process(tmp_path: Path) -> None:
 def test_people_are_told_the_cause_what_is_kept_and_how_to_go_on() -> None:
     assert message(STOP) == ("stopped on request at step 20. Kept: runs/a/checkpoints/step-00000020.safetensors. To go on: dvc repro")
     nothing = replace(STOP, checkpoint=None)
-    assert message(nothing) == "stopped on request at step 20. To begin again, as there is no checkpoint yet: dvc repro"
-    assert message(replace(nothing, stage="evaluate")) == "stopped on request at step 20. To go on: dvc repro"
+    assert message(nothing) == "stopped on request at step 20. To go on: dvc repro"
+    assert message(nothing, has_saved=False) == "stopped on request at step 20. No checkpoint was written yet. To start: dvc repro"
+    assert message(replace(nothing, stage="evaluate"), has_saved=False) == message(nothing)
     assert message(replace(STOP, checkpoint=None, command="")) == "stopped on request at step 20."
 
 
