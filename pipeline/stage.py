@@ -108,7 +108,11 @@ class RankStage:
         return status.STOPPED
 
     def _message(self, end: status.Outcome) -> str:
-        return status.message(end, has_saved=bool(journals.last(self._job.journal, journals.CHECKPOINT)))
+        has_saved = True
+        # A journal that cannot be read says nothing of checkpoints, and must not be in the way of the ending.
+        with suppress(*outcome.EXPECTED):
+            has_saved = bool(journals.last(self._job.journal, journals.CHECKPOINT))
+        return status.message(end, has_saved)
 
     def _opened(self, header: dict[str, Any], tags: dict[str, Any]) -> Journal:
         """Open the journal, and write the lines that begin a run and this start of it."""

@@ -54,5 +54,5 @@ def message(outcome: Outcome, has_saved: bool = True) -> str:
     if outcome.outcome in ("configuration", "data", "machine"):
         return outcome.cause
     kept = f" Kept: {outcome.checkpoint}." if outcome.checkpoint else ""
-    what = " To go on" if has_saved or outcome.stage != "train" else " No checkpoint was written yet. To start"
+    what = " To go on" if has_saved or kept or outcome.stage != "train" else " No checkpoint was written yet. To start"
     return f"{outcome.cause}.{kept}" + (f"{what}: {outcome.command}" if outcome.command else "")

@@ -57,6 +57,8 @@ def test_a_run_under_way_names_its_process(tmp_path: Path) -> None:
 
 def test_people_are_told_the_cause_what_is_kept_and_how_to_go_on() -> None:
     assert message(STOP) == ("stopped on request at step 20. Kept: runs/a/checkpoints/step-00000020.safetensors. To go on: dvc repro")
+    # Killed before it could journal the checkpoint.
+    assert message(STOP, has_saved=False) == message(STOP)
     nothing = replace(STOP, checkpoint=None)
     assert message(nothing) == "stopped on request at step 20. To go on: dvc repro"
     assert message(nothing, has_saved=False) == "stopped on request at step 20. No checkpoint was written yet. To start: dvc repro"
