@@ -13,6 +13,7 @@ import pytest
 
 from pipeline.console import hours
 from pipeline.output import PIECE_BYTES, QUEUED_WRITES, BestEffortStream
+from tests.kit.compose import free_port
 from tests.kit.experiment import ROOT, Experiment, clean_environment
 from tests.kit.waiting import until
 
@@ -59,16 +60,18 @@ def catches(process: "subprocess.Popen[bytes]", number: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-@pytest.mark.parametrize(("stream", "command"), [("stderr", "prepare"), ("stdout", "doctor")])
+@pytest.mark.parametrize(
+    ("stream", "words", "code"),
+    [("stderr", ["prepare", "--params", "missing.yaml"], 2), ("stdout", ["doctor", "--leader", "127.0.0.1:1"], 4)],
+    ids=["stderr-prepare", "stdout-doctor"],
+)
 def test_a_stop_request_while_the_last_lines_wait_for_a_reader_changes_no_exit_code(
-    experiment: Experiment, number: int, stream: str, command: str
+    number: int, stream: str, words: list[str], code: int
 ) -> None:
-    params = experiment.params if command == "doctor" else experiment.folder / "missing.yaml"
-    words = [sys.executable, "-m", "pipeline", command, "--params", str(params)]
-    code = subprocess.run(words, cwd=ROOT, env=clean_environment(), capture_output=True).returncode
     with pipe() as (_, writer):
         fill(writer)
-        process = subprocess.Popen(words, cwd=ROOT, env=clean_environment(), **{stream: writer})
+        command = [sys.executable, "-m", "pipeline", *words]
+        process = subprocess.Popen(command, cwd=ROOT, env=clean_environment(), **{stream: writer})
         until(lambda: catches(process, signal.SIGTERM), process)
         process.send_signal(number)
         # Results wait for a pager for as long as it takes, but not for one that takes nothing then.
@@ -154,7 +157,7 @@ def test_a_descriptor_that_another_process_made_non_blocking_loses_nothing() -> 
 def test_a_command_ends_as_it_would_whoever_reads_it(words: list[str], code: int, how: str, experiment: Experiment) -> None:
     experiment.set(data__name="synthetic:200")
     if words == ["lead", "false"]:
-        words = ["lead", "--params", str(experiment.params), "false"]
+        words = ["lead", "--port", str(free_port()), "--params", str(experiment.params), "false"]
     elif words != ["nonsense"]:
         words = [*words, "--params", str(experiment.params)]
     with pipe() as (reader, writer):
