@@ -47,9 +47,14 @@ def detect() -> Machine:
     sets = sorted(flag for flag in flags if flag.startswith(INSTRUCTION_SETS))
     drawing = [flag for flag in DRAWING_SETS if flag in flags]
     gpus, capability, driver, uuids = _gpus(" ".join([platform.machine(), *drawing, *chosen, *switches(GPU_SWITCHES)]))
-    # Only AMX was seen to gain by bf16; a Xeon whose AVX-512 has instructions for it lost. A switch may turn AMX off.
-    fast_bf16 = "amx_bf16" in flags and not chosen
-    return Machine(gpus, capability, " ".join([platform.machine(), *maker, *cache, *sets, *chosen]), fast_bf16, driver, uuids)
+    kind = " ".join([platform.machine(), *maker, *cache, *sets, *chosen])
+    # A switch may turn the instructions off.
+    return Machine(gpus, capability, kind, fast_bf16(flags, maker) and not chosen, driver, uuids)
+
+
+def fast_bf16(flags: set[str], maker: list[str]) -> bool:
+    """Whether such a CPU was seen to gain by bf16. A Xeon without AMX, whose AVX-512 has instructions for it, lost."""
+    return "amx_bf16" in flags or ("avx512_bf16" in flags and maker == ["AuthenticAMD"])
 
 
 def user() -> str:

@@ -104,7 +104,7 @@ def slow_on_cpus(dist: Dist, placement: Placement, machine: Machine) -> list[tup
     if dist.world_size // dist.nodes * dist.threads_per_rank > cores:
         found.append((f"{on_cpus(dist, placement)}, which is slow", to_fewer_ranks(dist, cores // dist.threads_per_rank)))
     if placement.precision == "bf16" and not machine.fast_bf16_on_cpu:
-        found.append(("bf16 is known to be faster than fp32 on CPUs with AMX alone", "set train.precision: auto"))
+        found.append(("bf16 is not known to be faster than fp32 on this CPU", "set train.precision: auto"))
     return found
 
 

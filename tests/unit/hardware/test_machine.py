@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.hardware.environment import CPU_SWITCHES, GPU_SWITCHES
+from pipeline.hardware.machine import fast_bf16
 from tests.kit.driver import driver
 from tests.kit.experiment import ROOT, Experiment
 
@@ -56,6 +57,19 @@ def test_the_kind_of_a_gpu_is_its_name_size_and_capability_and_what_its_host_dra
 def test_a_switch_that_chooses_other_kernels_is_another_kind_of_cpu() -> None:
     kinds = [detected()["cpu"], *(detected(**{name: "AVX2"})["cpu"] for name in CPU_SWITCHES)]
     assert len(set(kinds)) == 1 + len(CPU_SWITCHES)
+
+
+@pytest.mark.parametrize(
+    ("flags", "maker", "fast"),
+    [
+        ({"avx512f", "avx512_bf16", "amx_bf16"}, "GenuineIntel", True),
+        ({"avx512f", "avx512_bf16"}, "GenuineIntel", False),
+        ({"avx512f", "avx512_bf16"}, "AuthenticAMD", True),
+        ({"avx2"}, "AuthenticAMD", False),
+    ],
+)
+def test_bf16_is_for_cpus_that_gain_by_it(flags: set[str], maker: str, fast: bool) -> None:
+    assert fast_bf16(flags, [maker]) == fast
 
 
 @pytest.mark.parametrize("code", [34, 100])

@@ -167,7 +167,7 @@ def test_what_makes_cpus_slow_is_said_with_what_to_set(monkeypatch: pytest.Monke
     assert found(NO_GPU) == found(OLD_CPU) == found(NO_GPU, train__precision="bf16") == []
     ((text, cure),) = found(OLD_CPU, train__precision="bf16")
     assert (text, cure) == (
-        "bf16 is known to be faster than fp32 on CPUs with AMX alone",
+        "bf16 is not known to be faster than fp32 on this CPU",
         "set train.precision: auto",
     )
     ((text, cure),) = found(NO_GPU, dist__world_size=4, dist__batch_size_per_gpu=24)
