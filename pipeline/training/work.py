@@ -15,7 +15,7 @@ from pipeline.data.batches import Batches, Pixels, balanced, resident
 from pipeline.data.order import Order
 from pipeline.hardware.binding import bind_to_cpus
 from pipeline.job import Job
-from pipeline.models import depthwise, pretrained
+from pipeline.models import cpu_layers, pretrained
 from pipeline.models.pools import check_backward
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.ranks import Ranks
@@ -83,7 +83,7 @@ def build_model(job: Job, manifest: store.Manifest, device: torch.device) -> nn.
     torch.manual_seed(draw_seed(job.config.seed, "weights"))
     model = models.of(job.config.model, channels, side, manifest.num_classes)
     if device.type == "cpu":
-        depthwise.train_in_fp32(model)
+        cpu_layers.train_faster(model)
     return model.to(device=device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue, reportUnknownVariableType]
 
 
