@@ -43,7 +43,7 @@ class Model:
 
 
 MODELS = {
-    one.name: one for one in (Model("lenet", 200, 10), Model("resnet18", 8, 2, 64), Model("torchvision:mobilenet_v3_small", 30, 4, 64))
+    one.name: one for one in (Model("lenet", 200, 10), Model("resnet18", 8, 2, 64), Model("torchvision:mobilenet_v3_small", 80, 8, 64))
 }
 
 
