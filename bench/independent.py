@@ -19,6 +19,7 @@ from torch import Tensor
 from torch import multiprocessing as processes
 
 from pipeline import job as jobs
+from pipeline import models
 from pipeline.data import store
 from pipeline.data.batches import Pixels
 from pipeline.data.order import HOST, Order
@@ -39,7 +40,7 @@ def compute(number: int, job: Job, steps: int, plain: bool, together: Any) -> No
         train_rank.fix_bits(config.dist.threads_per_rank)
         keep_freed_memory()
     manifest, split = store.read_manifest(job.prepared), store.open_split(job.prepared, "train")
-    model = work.build_model(job, manifest, HOST).train()
+    model = (models.build(config.model.name, 1, manifest.shape[1], 10) if plain else work.build_model(job, manifest, HOST)).train()
     pixels = Pixels(manifest.mean, manifest.std, HOST)
     order = Order(config.seed, len(split.labels), config.dist.images_per_step, config.dist.pieces)
     reader = work.batches(job, split, pixels, order, True, manifest)
@@ -49,7 +50,6 @@ def compute(number: int, job: Job, steps: int, plain: bool, together: Any) -> No
         (step, lane): reader.lane(step, lane) for step in range(WARM_STEPS + steps) for lane in own
     }
     if plain:
-        model = model.to(memory_format=torch.contiguous_format)  # pyright: ignore
         ready = {(step, 0): at_once([ready[step, lane] for lane in own]) for step in range(WARM_STEPS + steps)}
         own = range(1)
     dtype = None if plain else schedule.autocast_dtype(job.precision)

@@ -2,31 +2,30 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Forward = Callable[[Tensor], Tensor]
 
-
-def train_faster(model: nn.Module) -> None:
-    """Give such layers another forward; their types, names and weights stay."""
+def replace_slow_kernels(model: nn.Module) -> None:
+    """Let depthwise convolutions and average pools compute otherwise; the layers' types, names and weights stay."""
     layers: list[Any] = list(model.modules())
     for layer in layers:
         if isinstance(layer, nn.Conv2d) and layer.groups == layer.in_channels > 1:
-            layer.forward = partial(depthwise, cast(Forward, layer.forward))  # pyright: ignore
-        elif isinstance(layer, nn.AvgPool2d) and (side := window_side(layer)):
-            layer.forward = partial(means, side)  # pyright: ignore
+            # Within the layer's own forward, which others may replace.
+            layer._conv_forward = partial(depthwise, layer, layer._conv_forward)  # pyright: ignore
+        elif type(layer) is nn.AvgPool2d and (side := window_side(layer)):
+            layer.forward = partial(average_pool, side)
 
 
-def depthwise(forward: Forward, images: Tensor) -> Tensor:
-    """A depthwise convolution, in fp32 where gradients are wanted: in bf16 oneDNN takes several times as long for them."""
-    if not (torch.is_grad_enabled() and torch.is_autocast_enabled("cpu")):
-        return forward(images)
+def depthwise(layer: nn.Conv2d, compute: Callable[..., Tensor], images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Train in fp32 under autocast: oneDNN's bf16 kernels for the gradients take several times as long."""
+    if not (layer.training and torch.is_autocast_enabled("cpu")):
+        return compute(images, weight, bias)
     with torch.autocast("cpu", enabled=False):
-        return forward(images.float())
+        return compute(images.to(weight.dtype), weight, bias).to(torch.get_autocast_dtype("cpu"))
 
 
 def window_side(pool: nn.AvgPool2d) -> int:
@@ -36,14 +35,14 @@ def window_side(pool: nn.AvgPool2d) -> int:
     return side if plain and pool.stride in (side, (side, side)) and side & (side - 1) == 0 else 0
 
 
-def means(side: int, images: Tensor) -> Tensor:
-    """The means over windows: torch's own backward adds to zeros, pixel by pixel, where these gradients are only spread."""
-    found: Tensor = Means.apply(images, side)  # pyright: ignore
+def average_pool(side: int, input: Tensor) -> Tensor:  # noqa: A002
+    """AvgPool2d, whose own backward adds each gradient to zeros, pixel by pixel."""
+    found: Tensor = AveragePool.apply(input, side) if input.ndim == 4 else F.avg_pool2d(input, side)  # pyright: ignore
     return found
 
 
-class Means(torch.autograd.Function):
-    """AvgPool2d, to the same bits: to divide by a power of two is exact."""
+class AveragePool(torch.autograd.Function):
+    """Its backward copies each gradient's share over the window, to the same bits: to divide by a power of two is exact."""
 
     @staticmethod
     def forward(ctx: Any, images: Tensor, side: int) -> Tensor:
@@ -53,10 +52,11 @@ class Means(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
-        shares = (gradient / ctx.side**2).contiguous(memory_format=ctx.order)
-        spread = torch.ops.aten.upsample_nearest2d(shares, ctx.shape, float(ctx.side), float(ctx.side))
+        # torch's own adds to zero, which makes 0 of -0.
+        shares = (gradient / ctx.side**2 + 0.0).contiguous(memory_format=ctx.order)
+        copies = torch.ops.aten.upsample_nearest2d(shares, ctx.shape, float(ctx.side), float(ctx.side))
         # Rows and columns that fill no window.
         for dimension, length in zip((2, 3), ctx.shape, strict=True):
             if rest := length % ctx.side:
-                spread.narrow(dimension, length - rest, rest).zero_()
-        return spread, None
+                copies.narrow(dimension, length - rest, rest).zero_()
+        return copies, None

@@ -5,14 +5,19 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from pipeline.models import cpu_layers
+from pipeline.models.cpu_layers import replace_slow_kernels
+from pipeline.parallel.fsdp import keep_layouts
+
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
-def made() -> nn.Sequential:
+def made(replace: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1, groups=2))
-    cpu_layers.train_faster(model)
+    if replace:
+        replace_slow_kernels(model)
     return model
 
 
@@ -22,16 +27,20 @@ def outputs(model: nn.Sequential, images: Tensor) -> list[Tensor]:
     with torch.autocast("cpu", torch.bfloat16):
         for layer in model:
             found.append(layer(found[-1]))
-    return found[1:]
+    return found
 
 
-def test_depthwise_convolutions_alone_train_in_fp32_and_answer_in_bf16() -> None:
-    model, images = made(), torch.randn(4, 3, 8, 8)
+def test_depthwise_convolutions_alone_train_in_fp32() -> None:
+    images = torch.randn(4, 3, 8, 8)
+    model = made()
     found = outputs(model, images)
-    assert [one.dtype for one in found] == [torch.bfloat16, torch.float32, torch.bfloat16]
-    assert torch.equal(found[1], nn.functional.conv2d(found[0].float(), *model[1].parameters(), groups=8))
-    with torch.no_grad():
-        assert {one.dtype for one in outputs(model, images)} == {torch.bfloat16}
+    assert {one.dtype for one in found[1:]} == {torch.bfloat16}
+    assert torch.equal(found[2], F.conv2d(found[1].float(), *model[1].parameters(), groups=8).bfloat16())
+    others = outputs(made(replace=False), images)
+    assert [torch.equal(one, other) for one, other in zip(found, others, strict=True)] == [True, True, False, False]
+    # An evaluation has the bits of the published program, which knows nothing of this.
+    pairs = zip(outputs(made().eval(), images), outputs(made(replace=False).eval(), images), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_gradients_of_depthwise_convolutions_are_those_of_fp32() -> None:
@@ -40,11 +49,19 @@ def test_gradients_of_depthwise_convolutions_are_those_of_fp32() -> None:
         layer(images).sum().backward()
     full = images.detach().float().requires_grad_()
     weight, bias = (one.detach().clone().requires_grad_() for one in layer.parameters())
-    nn.functional.conv2d(full, weight, bias, groups=8).sum().backward()
+    F.conv2d(full, weight, bias, groups=8).bfloat16().sum().backward()
     for own, other in zip([*layer.parameters(), images], [weight, bias, full], strict=True):
         assert own.grad is not None
         assert other.grad is not None
         assert torch.equal(own.grad, other.grad.to(own.dtype))
+
+
+def test_fsdp_computes_depthwise_convolutions_alike() -> None:
+    images = torch.randn(4, 3, 8, 8)
+    alone, sharded = (made().to(memory_format=torch.channels_last) for _ in range(2))  # pyright: ignore
+    keep_layouts(sharded)
+    assert "forward" in vars(sharded[1])
+    assert all(torch.equal(one, other) for one, other in zip(outputs(alone, images), outputs(sharded, images), strict=True))
 
 
 def test_a_copy_computes_with_its_own_weights() -> None:
@@ -53,41 +70,63 @@ def test_a_copy_computes_with_its_own_weights() -> None:
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
-    assert not outputs(other, images)[1].any()
-    assert outputs(model, images)[1].any()
+    assert not outputs(other, images)[2].any()
+    assert outputs(model, images)[2].any()
 
 
-def test_without_autocast_nothing_changes() -> None:
-    model, images = made(), torch.randn(4, 3, 8, 8)
-    plain = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1, groups=2))
-    plain.load_state_dict(model.state_dict())
-    assert torch.equal(model(images), plain(images))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_without_autocast_nothing_changes(dtype: torch.dtype) -> None:
+    model, images = made().to(dtype), torch.randn(4, 3, 8, 8, dtype=dtype)
+    assert torch.equal(model(images), made(replace=False).to(dtype)(images))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", BITS, ids=str)
 @pytest.mark.parametrize("order", [torch.channels_last, torch.contiguous_format], ids=str)
-@pytest.mark.parametrize(("side", "rows", "columns"), [(2, 8, 8), (2, 9, 7), (4, 11, 4), (1, 3, 3)])
-def test_pools_to_means_have_the_bits_of_torchs_own(
+@pytest.mark.parametrize(("side", "rows", "columns"), [(2, 8, 8), (2, 9, 7), (4, 11, 4), (4, 4, 4), (1, 3, 3)])
+def test_average_pools_have_the_bits_of_torchs_own(
     side: int, rows: int, columns: int, order: torch.memory_format, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(1)
     images = torch.randn(3, 5, rows, columns, dtype=dtype).contiguous(memory_format=order).requires_grad_()
     pool = nn.AvgPool2d(side)
-    cpu_layers.train_faster(pool)
-    found, expected = pool(images), nn.functional.avg_pool2d(images, side)
+    replace_slow_kernels(pool)
+    assert "forward" in vars(pool)
+    found, expected = pool(images), F.avg_pool2d(images, side)
     assert torch.equal(found, expected)
-    # As a layer behind them sends it, in plain order.
+    # As a layer behind them sends it: in plain order, and with zeros of both signs.
     gradient = torch.randn_like(expected).contiguous(memory_format=torch.contiguous_format)
+    gradient[0], gradient[1] = 0.0, -0.0
     ours, theirs = (torch.autograd.grad(one, images, gradient)[0] for one in (found, expected))
-    assert torch.equal(ours, theirs)
-    assert ours.is_contiguous(memory_format=order)
+    assert torch.equal(ours.view(BITS[dtype]), theirs.view(BITS[dtype]))
+    assert ours.stride() == theirs.stride()
+
+
+def test_an_average_pool_takes_one_image_too() -> None:
+    pool = nn.AvgPool2d(2)
+    replace_slow_kernels(pool)
+    image = torch.randn(3, 4, 4, requires_grad=True)
+    assert torch.equal(pool(input=image), F.avg_pool2d(image, 2))
+    pool(image).sum().backward()
+    assert torch.equal(image.grad, torch.full((3, 4, 4), 0.25))
+
+
+class Padded(nn.AvgPool2d):
+    def forward(self, images: Tensor) -> Tensor:  # pyright: ignore
+        return super().forward(F.pad(images, (1, 1, 1, 1)))
 
 
 @pytest.mark.parametrize(
     "pool",
-    [nn.AvgPool2d(3), nn.AvgPool2d(2, 1), nn.AvgPool2d(2, padding=1), nn.AvgPool2d(2, ceil_mode=True), nn.AvgPool2d(2, divisor_override=3)],
+    [
+        nn.AvgPool2d(3),
+        nn.AvgPool2d(2, 1),
+        nn.AvgPool2d(2, padding=1),
+        nn.AvgPool2d(2, ceil_mode=True),
+        nn.AvgPool2d(2, divisor_override=3),
+        Padded(2),
+    ],
     ids=str,
 )
-def test_other_pools_stay_torchs_own(pool: nn.AvgPool2d) -> None:
-    cpu_layers.train_faster(pool)
+def test_other_pools_stay_as_they_are(pool: nn.AvgPool2d) -> None:
+    replace_slow_kernels(pool)
     assert "forward" not in vars(pool)
