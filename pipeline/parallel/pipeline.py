@@ -9,6 +9,7 @@ to the last one. `gpipe`: all lanes forward, then all backward.
 from collections import deque
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -118,7 +119,7 @@ class Pipeline(Replicated):
             rows.append(row)
             return entering, scaled(loss, 1 / self._lanes.global_batch)
         with self._task.autocast():
-            leaving: Tensor = stage(entering.clone())
+            leaving: Tensor = HandedOver.apply(stage(entering.clone()))  # pyright: ignore
         self._hand_over(self._onward, leaving.detach(), self._ranks.rank + 1)
         return entering, leaving
 
@@ -186,6 +187,18 @@ class Pipeline(Replicated):
     def counts(self, name: str) -> bool:
         """The first copy's ranks."""
         return self._first == 0
+
+
+class HandedOver(torch.autograd.Function):
+    """Gives autograd a gradient that nobody else holds: as within a whole model it adds others to it in place, with its strides."""
+
+    @staticmethod
+    def forward(ctx: Any, leaving: Tensor) -> Tensor:
+        return leaving.view_as(leaving)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore
+        return gradient.clone()
 
 
 def owners(model: nn.Module, stages: list[nn.Module]) -> dict[str, int]:

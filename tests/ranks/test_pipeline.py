@@ -83,3 +83,12 @@ def test_copies_may_take_unequal_numbers_of_lanes(run_ranks) -> None:
         expected, _, totals = one_process(name, 6, bf16)
         for ((found, _, found_totals),) in run_ranks(4, (with_strategy, ("pipeline x 2", "ordered", name, [2, 2, 1, 1], bf16))):
             assert (found, found_totals) == (expected, totals), name
+
+
+def test_gradients_have_the_strides_of_a_whole_model(run_ranks) -> None:
+    """Of maps of one pixel, with residuals and BatchNorm: kernels choose by strides that say nothing."""
+    name = "torchvision:mobilenet_v3_small"
+    expected, _, totals = one_process(name, 4, False)
+    for size in (2, 4):
+        for ((found, _, found_totals),) in run_ranks(size, (with_strategy, ("pipeline", "ordered", name, [4 // size] * size, False))):
+            assert (found, found_totals) == (expected, totals), size
