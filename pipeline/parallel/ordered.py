@@ -13,7 +13,7 @@ from torch.futures import Future
 from torch.nn import Parameter
 
 from pipeline.collectives import wait
-from pipeline.parallel.lanes import Lanes, TreeNode, fold, maximal_nodes, push
+from pipeline.parallel.lanes import Lanes, TreeNode, are_siblings, fold, maximal_nodes, push
 from pipeline.ranks import Ranks
 
 
@@ -169,13 +169,9 @@ class LaneGradients:
 
     def hook(self, _: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook: the sum of a bucket over all lanes."""
-        owners = bucket.parameters()
-        stack: list[TreeNode[Tensor]] = []
-        for start, size, gradients in self._stack:
-            stack.append((start, size, flat([gradients[self._index[owner]] for owner in owners], owners)))
         # DDP copies the result into the bucket unless it is there already.
         own = bucket.buffer()
-        push(stack, (self._lanes.own[-1], 1, own), add)
+        stack = self._nodes(own, bucket.parameters())
         with self._beside_backward([value for _, _, value in stack]):
             under_way = self._sum.scatter(stack, own)
             future: Future[Tensor] = Future(devices=[self._device] if self._device.type == "cuda" else None)
@@ -188,6 +184,17 @@ class LaneGradients:
                 self._pulse.waiting()
                 self._finish()
         return future
+
+    def _nodes(self, own: Tensor, owners: list[Tensor]) -> list[TreeNode[Tensor]]:
+        """This rank's nodes of a bucket: what has the last lane in it is added up in the bucket itself, the others are made flat."""
+        kept = [(start, size, [gradients[self._index[owner]] for owner in owners]) for start, size, gradients in self._stack]
+        first, lanes = self._lanes.own[-1], 1
+        while kept and are_siblings(kept[-1][:2], (first, lanes)):
+            first, size, gradients = kept.pop()
+            lanes += size
+            # To the same bits whichever is added to the other.
+            torch._foreach_add_(parts(own, owners), gradients)  # pyright: ignore
+        return [*((start, size, flat(gradients, owners)) for start, size, gradients in kept), (first, lanes, own)]
 
     @contextmanager
     def _beside_backward(self, values: list[Tensor]) -> Generator[None]:
@@ -226,6 +233,12 @@ def flat(gradients: list[Tensor], owners: list[Tensor]) -> Tensor:
         for gradient, owner in zip(gradients, owners, strict=True)
     ]
     return torch.cat(pieces)
+
+
+def parts(bucket: Tensor, owners: list[Tensor]) -> list[Tensor]:
+    """Every parameter's part of a bucket, in the shape and memory order of the parameter."""
+    pieces = bucket.split([owner.numel() for owner in owners])
+    return [piece.as_strided(owner.shape, owner.stride()) for piece, owner in zip(pieces, owners, strict=True)]
 
 
 def _same_layout(one: Tensor, other: Tensor) -> bool:

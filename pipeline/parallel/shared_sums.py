@@ -1,10 +1,10 @@
 """The tree of `ordered` in memory that ranks of one machine share, where they have its CPUs to themselves."""
 
 import logging
-import operator
 import os
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from pipeline import collectives
@@ -78,12 +78,19 @@ class SharedSum:
         return under_way.out
 
     def _add_up(self, under_way: _Sum) -> None:
+        out, left = under_way.out, sum(map(len, self._nodes)) - 1
+
+        def add(one: Tensor, other: Tensor) -> Tensor:
+            # Not in place: the others read it too.
+            nonlocal left
+            left -= 1
+            return one + other if left else torch.add(one, other, out=out)
+
         tree: list[TreeNode[Tensor]] = []
         for rooms, nodes in zip(self._rooms[0], self._nodes, strict=True):
             for room, (start, size) in zip(rooms, nodes, strict=False):
-                # Not in place: the others read it too.
-                push(tree, (start, size, room[under_way.place].view(under_way.out.dtype)), operator.add)
-        under_way.out.copy_(fold(tree, operator.add))
+                push(tree, (start, size, room[under_way.place].view(out.dtype)), add)
+        fold(tree, add)
         under_way.done = True
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pipeline.training.guard import each_finite
+from pipeline.training.guard import each_finite, whole_buckets
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, -3e38, 0.0])
@@ -30,3 +30,18 @@ def test_a_value_that_is_not_finite_is_found_in_every_lane_of_a_vector_and_beyon
             row[place] = value
             assert each_finite(tensors).tolist() == [number != changed for number in range(3)]
             row[place] = before
+
+
+def test_a_bucket_is_looked_at_whole_if_gradients_fill_it() -> None:
+    bucket, other = torch.arange(12.0), torch.arange(12.0)
+    views = [bucket[:5], bucket[5:8].view(3, 1), bucket[8:].view(2, 2).T]
+    alone, rest = torch.zeros(3, 2).T, [other[:5], other[6:]]
+    found = whole_buckets([views[0], rest[0], alone, *views[1:], rest[1]])
+    assert [one.tolist() for one in found] == [bucket.tolist(), rest[0].tolist(), rest[1].tolist(), [0.0] * 6]
+    for place in range(12):
+        bucket[place] = math.nan
+        assert each_finite(whole_buckets(views)).tolist() == [False]
+        bucket[place] = 0.0
+    # What no gradient fills is nobody's.
+    other[5] = math.nan
+    assert each_finite(whole_buckets(rest)).tolist() == [True, True]
