@@ -53,15 +53,10 @@ def maximal_nodes(lanes: range) -> Iterator[tuple[int, int]]:
         start += size
 
 
-def are_siblings(left: tuple[int, int], right: tuple[int, int]) -> bool:
-    """Whether two nodes that follow one another, by first lane and number of lanes, make one of the tree."""
-    return left[1] == right[1] and left[0] % (2 * left[1]) == 0
-
-
 def push(stack: list[TreeNode[T]], node: TreeNode[T], add: Callable[[T, T], T]) -> None:
     """Put a node on the stack and merge while the two topmost are siblings: a binary counter."""
     stack.append(node)
-    while len(stack) > 1 and are_siblings(stack[-2][:2], stack[-1][:2]):
+    while len(stack) > 1 and stack[-2][1] == stack[-1][1] and stack[-2][0] % (2 * stack[-1][1]) == 0:
         _, _, right = stack.pop()
         start, size, left = stack.pop()
         stack.append((start, 2 * size, add(left, right)))

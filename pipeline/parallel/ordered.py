@@ -13,7 +13,7 @@ from torch.futures import Future
 from torch.nn import Parameter
 
 from pipeline.collectives import wait
-from pipeline.parallel.lanes import Lanes, TreeNode, are_siblings, fold, maximal_nodes, push
+from pipeline.parallel.lanes import Lanes, TreeNode, fold, maximal_nodes, push
 from pipeline.ranks import Ranks
 
 
@@ -187,14 +187,10 @@ class LaneGradients:
 
     def _nodes(self, own: Tensor, owners: list[Tensor]) -> list[TreeNode[Tensor]]:
         """This rank's nodes of a bucket: what has the last lane in it is added up in the bucket itself, the others are made flat."""
-        kept = [(start, size, [gradients[self._index[owner]] for owner in owners]) for start, size, gradients in self._stack]
-        first, lanes = self._lanes.own[-1], 1
-        while kept and are_siblings(kept[-1][:2], (first, lanes)):
-            first, size, gradients = kept.pop()
-            lanes += size
-            # To the same bits whichever is added to the other.
-            torch._foreach_add_(parts(own, owners), gradients)  # pyright: ignore
-        return [*((start, size, flat(gradients, owners)) for start, size, gradients in kept), (first, lanes, own)]
+        stack = [(start, size, [gradients[self._index[owner]] for owner in owners]) for start, size, gradients in self._stack]
+        push(stack, (self._lanes.own[-1], 1, parts(own, owners)), lambda left, right: add_lists(right, left))
+        *kept, (first, size, _) = stack
+        return [*((start, size, flat(gradients, owners)) for start, size, gradients in kept), (first, size, own)]
 
     @contextmanager
     def _beside_backward(self, values: list[Tensor]) -> Generator[None]:
