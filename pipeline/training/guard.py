@@ -65,7 +65,8 @@ class NonFiniteGuard:
         """Record whether a gradient is non-finite; call it between backward and the update."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if gradients:
-            self._bad.copy_(torch.maximum(self._bad, (~each_finite(whole_buckets(gradients))).any().float()))
+            gradients = whole_buckets(gradients)
+            self._bad.copy_(torch.maximum(self._bad, (~each_finite(gradients)).any().float()))
         if self._state.sharded:
             self._ranks.maximum(self._bad)
         self._good_steps += self._bad == 0
