@@ -126,12 +126,13 @@ class Contest:
         return json.loads(torchrun(ROOT / "bench" / "parts.py", str(job)).splitlines()[-1])
 
     def shares_of_peak(self) -> dict[str, list[float]]:
-        """Which part of what the machine multiplies at most the product uses, round by round."""
+        """The product's arithmetic as a multiple of what products of matrices reach, round by round."""
         flops = flops_per_image(models.build(self.model.name, 1, SIDE, 10), (1, SIDE, SIDE))
-        speeds = {precision: self.speeds[f"{PRODUCT}, {precision}"] for precision in self.precisions}
         return {
-            f"{PRODUCT}, {precision} / peak": [flops * speed / peak[precision] for speed, peak in zip(own, self.peaks, strict=True)]
-            for precision, own in speeds.items()
+            f"{PRODUCT}, {one} / products of matrices": [
+                flops * speed / peak[one] for speed, peak in zip(self.speeds[f"{PRODUCT}, {one}"], self.peaks, strict=True)
+            ]
+            for one in self.precisions
         }
 
     def ratios(self) -> dict[str, list[float]]:

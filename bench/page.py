@@ -39,6 +39,7 @@ def texts(results: dict[str, Any]) -> dict[str, str]:
     models: Results = results["models"]
     rounds = len(next(iter(next(iter(models.values()))["images_per_second"].values())))
     where = f"{results['cpus']} cores of {results['machine']}, torch {results['torch']}, gloo, {rounds} rounds in turn"
+    precision = next(iter(next(iter(models.values()))["images_per_second"])).partition(", ")[2]
     parts = [
         f"On {where}; medians (lowest to highest).",
         "![Images a second of every arm, as a multiple of pytorch/examples' loop](pictures/performance.svg)",
@@ -46,9 +47,9 @@ def texts(results: dict[str, Any]) -> dict[str, str]:
         table(models, "ratios"),
         "Images/s:",
         table(models, "images_per_second", ",.0f"),
-        "Of what the machine multiplies at most, in matrices of 1,024 by 1,024:",
+        "As a multiple of what products of matrices of 1,024 by 1,024 reach in the same round; convolutions may exceed them:",
         table(models, "share of the peak"),
-        "Shares of a step's time, on rank 0, of three trainings:",
+        f"Shares of a step's time in {precision}, on rank 0, of three trainings:",
         table(models, "share of a step"),
     ]
     sentences = []

@@ -1,4 +1,4 @@
-"""What this machine multiplies at most: square matrices on every rank at once, one thread each: `torchrun bench/peak.py SECONDS`."""
+"""What products of square matrices reach on this machine, on every rank at once, one thread each: `torchrun bench/peak.py SECONDS`."""
 
 import json
 import sys

@@ -188,7 +188,8 @@ class LaneGradients:
     def _nodes(self, own: Tensor, owners: list[Tensor]) -> list[TreeNode[Tensor]]:
         """This rank's nodes of a bucket: what has the last lane in it is added up in the bucket itself, the others are made flat."""
         stack = [(start, size, [gradients[self._index[owner]] for owner in owners]) for start, size, gradients in self._stack]
-        push(stack, (self._lanes.own[-1], 1, parts(own, owners)), lambda left, right: add_lists(right, left))
+        # Either way round a sum has the same bits.
+        push(stack, (self._lanes.own[-1], 1, views(own, owners) if stack else []), lambda left, right: add_lists(right, left))
         *kept, (first, size, _) = stack
         return [*((start, size, flat(gradients, owners)) for start, size, gradients in kept), (first, size, own)]
 
@@ -231,10 +232,10 @@ def flat(gradients: list[Tensor], owners: list[Tensor]) -> Tensor:
     return torch.cat(pieces)
 
 
-def parts(bucket: Tensor, owners: list[Tensor]) -> list[Tensor]:
-    """Every parameter's part of a bucket, in the shape and memory order of the parameter."""
-    pieces = bucket.split([owner.numel() for owner in owners])
-    return [piece.as_strided(owner.shape, owner.stride()) for piece, owner in zip(pieces, owners, strict=True)]
+def views(values: Tensor, owners: list[Tensor]) -> list[Tensor]:
+    """One flat tensor as parameters lie in memory."""
+    pieces = values.split([one.numel() for one in owners])
+    return [piece.as_strided(one.size(), one.stride(), piece.storage_offset()) for piece, one in zip(pieces, owners, strict=True)]
 
 
 def _same_layout(one: Tensor, other: Tensor) -> bool:

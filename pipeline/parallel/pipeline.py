@@ -22,8 +22,8 @@ from pipeline.parallel.lane_buffers import floating, set_floating
 from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, TreeNode, draws, first_weights, push, scaled, set_draws, shapes
 from pipeline.parallel.mesh import groups
 from pipeline.parallel.messages import Messages
-from pipeline.parallel.ordered import add, flat
-from pipeline.parallel.replicas import in_the_tree, views
+from pipeline.parallel.ordered import add, flat, views
+from pipeline.parallel.replicas import in_the_tree
 from pipeline.parallel.stages import cut
 from pipeline.ranks import Ranks
 from pipeline.timeouts import collective_seconds
@@ -190,7 +190,10 @@ class Pipeline(Replicated):
 
 
 class HandedOver(torch.autograd.Function):
-    """Gives autograd a gradient that nobody else holds: as within a whole model it adds others to it in place, with its strides."""
+    """Gives autograd a gradient of its own, to which it adds others in place, with its strides, as within a whole model.
+
+    What a caller of autograd.grad passes it also holds, and torch adds in place only to what nobody else holds (2.14, input_buffer.cpp).
+    """
 
     @staticmethod
     def forward(ctx: Any, leaving: Tensor) -> Tensor:

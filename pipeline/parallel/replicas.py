@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipeline.parallel.lane_buffers import LaneBuffers
 from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, TreeNode, push, scaled
-from pipeline.parallel.ordered import OrderedSum, add, flat
+from pipeline.parallel.ordered import OrderedSum, add, flat, views
 from pipeline.ranks import Ranks
 
 # From the sums of a rank's own lanes, as nodes of the tree, to the sum over all ranks.
@@ -37,12 +37,6 @@ class FlatTask:
     def views(self, values: Tensor) -> list[Tensor]:
         """One flat tensor as the parameters lie in memory."""
         return views(values, self.parameters)
-
-
-def views(values: Tensor, owners: list[Tensor]) -> list[Tensor]:
-    """One flat tensor as parameters lie in memory."""
-    pieces = values.split([one.numel() for one in owners])
-    return [piece.as_strided(one.size(), one.stride(), piece.storage_offset()) for piece, one in zip(pieces, owners, strict=True)]
 
 
 def flat_task(task: Task, lanes: Lanes) -> FlatTask:

@@ -78,13 +78,13 @@ class SharedSum:
         return under_way.out
 
     def _add_up(self, under_way: _Sum) -> None:
-        out, left = under_way.out, sum(map(len, self._nodes)) - 1
+        out, to_add = under_way.out, sum(map(len, self._nodes)) - 1
 
         def add(one: Tensor, other: Tensor) -> Tensor:
             # Not in place: the others read it too.
-            nonlocal left
-            left -= 1
-            return one + other if left else torch.add(one, other, out=out)
+            nonlocal to_add
+            to_add -= 1
+            return one + other if to_add else torch.add(one, other, out=out)
 
         tree: list[TreeNode[Tensor]] = []
         for rooms, nodes in zip(self._rooms[0], self._nodes, strict=True):

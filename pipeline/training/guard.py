@@ -103,7 +103,7 @@ def each_finite(tensors: list[Tensor]) -> Tensor:
 
 
 def whole_buckets(gradients: list[Tensor]) -> list[Tensor]:
-    """On CPUs, gradients that fill one of DDP's buckets as one tensor: a look at all of them takes less time than one at each."""
+    """On CPUs, gradients that fill their memory, as in a bucket of DDP's, as one tensor: one look takes less time than many."""
     if gradients[0].device.type == "cuda":
         return gradients
     buckets: dict[int, list[Tensor]] = {}

@@ -85,10 +85,11 @@ def test_copies_may_take_unequal_numbers_of_lanes(run_ranks) -> None:
             assert (found, found_totals) == (expected, totals), name
 
 
-def test_gradients_have_the_strides_of_a_whole_model(run_ranks) -> None:
-    """Of maps of one pixel, with residuals and BatchNorm: kernels choose by strides that say nothing."""
+def test_maps_of_one_pixel_have_the_bits_of_one_process(run_ranks) -> None:
+    """With residuals and BatchNorm: kernels choose by strides, which say nothing where a size is 1."""
     name = "torchvision:mobilenet_v3_small"
-    expected, _, totals = one_process(name, 4, False)
-    for size in (2, 4):
-        for ((found, _, found_totals),) in run_ranks(size, (with_strategy, ("pipeline", "ordered", name, [4 // size] * size, False))):
-            assert (found, found_totals) == (expected, totals), size
+    for bf16, placed in ((False, [("pipeline", [2, 2]), ("pipeline", [1, 1, 2]), ("fsdp", [2, 2])]), (True, [("pipeline", [1, 1, 1, 1])])):
+        expected, _, totals = one_process(name, 4, bf16)
+        for strategy, per_rank in placed:
+            for ((found, _, found_totals),) in run_ranks(len(per_rank), (with_strategy, (strategy, "ordered", name, per_rank, bf16))):
+                assert (found, found_totals) == (expected, totals), (strategy, per_rank)

@@ -32,11 +32,15 @@ def test_a_value_that_is_not_finite_is_found_in_every_lane_of_a_vector_and_beyon
             row[place] = before
 
 
-def test_a_bucket_is_looked_at_whole_if_gradients_fill_it() -> None:
-    bucket, other = torch.arange(12.0), torch.arange(12.0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_bucket_is_looked_at_whole_if_gradients_fill_it(dtype: torch.dtype) -> None:
+    # As fp32, a pair of the first in bf16 and half of the last in fp64 would be NaN.
+    bucket, other = (torch.tensor([1.0, -3e38, *range(9), 1 + 2**-20 - 2**-52], dtype=dtype) for _ in range(2))
+    assert each_finite([bucket]).tolist() == [True]
     views = [bucket[:5], bucket[5:8].view(3, 1), bucket[8:].view(2, 2).T]
     alone, rest = torch.zeros(3, 2).T, [other[:5], other[6:]]
     found = whole_buckets([views[0], rest[0], alone, *views[1:], rest[1]])
+    assert {one.dtype for one in found} == {dtype, torch.float32}
     assert [one.tolist() for one in found] == [bucket.tolist(), rest[0].tolist(), rest[1].tolist(), [0.0] * 6]
     for place in range(12):
         bucket[place] = math.nan
