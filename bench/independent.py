@@ -40,7 +40,9 @@ def compute(number: int, job: Job, steps: int, plain: bool, together: Any) -> No
         train_rank.fix_bits(config.dist.threads_per_rank)
         keep_freed_memory()
     manifest, split = store.read_manifest(job.prepared), store.open_split(job.prepared, "train")
-    model = (models.build(config.model.name, 1, manifest.shape[1], 10) if plain else work.build_model(job, manifest, HOST)).train()
+    channels, side, _ = manifest.shape
+    built = models.build(config.model.name, channels, side, manifest.num_classes) if plain else work.build_model(job, manifest, HOST)
+    model = built.train()
     pixels = Pixels(manifest.mean, manifest.std, HOST)
     order = Order(config.seed, len(split.labels), config.dist.images_per_step, config.dist.pieces)
     reader = work.batches(job, split, pixels, order, True, manifest)
