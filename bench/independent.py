@@ -23,12 +23,14 @@ from pipeline import models
 from pipeline.data import store
 from pipeline.data.batches import Pixels
 from pipeline.data.order import HOST, Order
+from pipeline.data.store import Manifest
 from pipeline.job import Job
 from pipeline.parallel.lanes import Task, scaled
 from pipeline.training import schedule, train_rank, work
 from pipeline.training.memory import keep_freed_memory
 
 WARM_STEPS = 3
+Lane = tuple[Tensor, Tensor]
 
 
 def compute(number: int, job: Job, steps: int, plain: bool, together: Any) -> None:
@@ -39,18 +41,13 @@ def compute(number: int, job: Job, steps: int, plain: bool, together: Any) -> No
     else:
         train_rank.fix_bits(config.dist.threads_per_rank)
         keep_freed_memory()
-    manifest, split = store.read_manifest(job.prepared), store.open_split(job.prepared, "train")
+    manifest = store.read_manifest(job.prepared)
     channels, side, _ = manifest.shape
     built = models.build(config.model.name, channels, side, manifest.num_classes) if plain else work.build_model(job, manifest, HOST)
     model = built.train()
-    pixels = Pixels(manifest.mean, manifest.std, HOST)
-    order = Order(config.seed, len(split.labels), config.dist.images_per_step, config.dist.pieces)
-    reader = work.batches(job, split, pixels, order, True, manifest)
     first = sum(config.dist.pieces_per_rank[:number])
     own = range(first, first + config.dist.pieces_per_rank[number])
-    ready: dict[tuple[int, int], tuple[Tensor, Tensor]] = {
-        (step, lane): reader.lane(step, lane) for step in range(WARM_STEPS + steps) for lane in own
-    }
+    ready = read(job, manifest, range(WARM_STEPS + steps), own)
     if plain:
         ready = {(step, 0): at_once([ready[step, lane] for lane in own]) for step in range(WARM_STEPS + steps)}
         own = range(1)
@@ -74,7 +71,15 @@ def compute(number: int, job: Job, steps: int, plain: bool, together: Any) -> No
     together.wait()
 
 
-def at_once(lanes: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def read(job: Job, manifest: Manifest, steps: range, lanes: range) -> dict[tuple[int, int], Lane]:
+    """The images and labels of these lanes in these steps, as a rank reads them."""
+    config, split = job.config, store.open_split(job.prepared, "train")
+    order = Order(config.seed, len(split.labels), config.dist.images_per_step, config.dist.pieces)
+    reader = work.batches(job, split, Pixels(manifest.mean, manifest.std, HOST), order, True, manifest)
+    return {(step, lane): reader.lane(step, lane) for step in steps for lane in lanes}
+
+
+def at_once(lanes: list[Lane]) -> Lane:
     """Several lanes as one batch, in torch's memory order."""
     images, labels = zip(*lanes, strict=True)
     return torch.cat(images).contiguous(memory_format=torch.contiguous_format), torch.cat(labels)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipeline.config import Config, MachineError
 from pipeline.doctor import folders, hardware, mlflow, network, programs, storage
-from pipeline.doctor.finding import Finding, in_background
+from pipeline.doctor.finding import Finding, Kind, in_background
 from pipeline.files import Paths
 from pipeline.hardware.cgroup import memory_limit
 from pipeline.hardware.machine import detect
@@ -22,8 +22,11 @@ from pipeline.tracking.mirror_process import tracking_uri
 
 LIMIT_SECONDS = 3.5
 Checks = dict[str, Callable[[], list[Finding]]]
-# Why a check may not answer in time although nothing is broken.
-SLOW = {"GPUs": "see that nvidia-smi answers; a driver that takes seconds to load is kept loaded by nvidia-smi -pm 1"}
+# Which checks may not answer in time although nothing is broken: how bad that is, and what to do.
+SLOW: dict[str, tuple[Kind, str]] = {
+    "GPUs": ("wrong", "see that nvidia-smi answers; a driver that takes seconds to load is kept loaded by nvidia-smi -pm 1"),
+    "Docker Compose": ("note", "see that docker compose version answers; only runs in containers need it"),
+}
 
 
 def run(config: Config, paths: Paths, leader: str | None = None, port: int | None = None) -> int:
@@ -35,7 +38,8 @@ def run(config: Config, paths: Paths, leader: str | None = None, port: int | Non
         try:
             findings = result.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
-            findings = [Finding("wrong", f"{name}: no answer in time", SLOW.get(name, ""))]
+            kind, fix = SLOW.get(name, ("wrong", ""))
+            findings = [Finding(kind, f"{name}: no answer in time", fix)]
         except (OSError, ValueError, MachineError) as error:
             findings = [Finding("wrong", f"{name}: {error}")]
         for finding in findings:

@@ -9,13 +9,14 @@ from typing import Literal, TypeVar
 from pipeline.config import MachineError
 
 T = TypeVar("T")
+Kind = Literal["ok", "note", "wrong"]
 
 
 @dataclass(frozen=True)
 class Finding:
     """What a check found and, if it is wrong, what to do about it."""
 
-    kind: Literal["ok", "note", "wrong"]
+    kind: Kind
     text: str
     fix: str = ""
 

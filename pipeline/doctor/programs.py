@@ -45,7 +45,7 @@ def compose(needed: tuple[int, int] = COMPOSE) -> Finding:
 def _run(*command: str) -> tuple[int, str, str]:
     """Return a program's exit code, output and errors; the exit code is 127 if there is no such program."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=2, env=os.environ | {"LC_ALL": "C"})
+        done = subprocess.run(command, capture_output=True, text=True, timeout=3, env=os.environ | {"LC_ALL": "C"})
     except subprocess.TimeoutExpired:
         raise TimeoutError from None
     except OSError:

@@ -101,6 +101,16 @@ def test_a_check_that_never_returns_is_reported_and_delays_nothing(experiment: E
     assert not [one.pid for one in psutil.process_iter(["cmdline"]) if str(experiment.folder) in (one.info["cmdline"] or [])]
 
 
+@needs_shared_memory
+def test_a_docker_that_takes_long_is_noted_and_nothing_is_wrong(experiment: Experiment) -> None:
+    slow = experiment.folder / "slow" / "docker"
+    slow.parent.mkdir()
+    slow.write_text("#!/bin/sh\nexec sleep 20\n")
+    slow.chmod(0o755)
+    output = ask(experiment, expect=0, PATH=f"{slow.parent}:{os.environ['PATH']}")
+    assert "docker compose version" in line(output, "note", "Docker Compose: no answer in time")
+
+
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc here")
 def test_a_broken_driver_is_wrong_unless_no_gpu_is_wanted(experiment: Experiment) -> None:
     (experiment.folder / "cuda.c").write_text(BROKEN_DRIVER)
