@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[1]
 # Beside the environment of the product, which has none of them.
 PEERS = ROOT / ".venv" / "peers"
 RANKS, BATCH_PER_RANK, SIDE = 2, 128, 28
+# Of whole global batches, after prepare has held a tenth out.
+TRAINING_IMAGES = 53760
 LOOPS = {"examples": "examples.py", "accelerate": "with_accelerate.py", "lightning": "with_lightning.py"}
 PRODUCT, INDEPENDENT, PLAIN, ONE_RANK = "product", "independent lanes", "plain torch", "product on one rank of two threads"
 # The first of them that a machine has.
@@ -34,7 +36,7 @@ INSTRUCTIONS = {"amx_bf16": "AMX, bf16", "avx512_bf16": "AVX-512, bf16", "avx512
 
 @dataclass(frozen=True)
 class Model:
-    """What is measured of a model: steps enough for some seconds, after the first ones."""
+    """What is measured of a model: steps enough for many seconds, after the first ones, which are two log lines."""
 
     name: str
     steps: int
@@ -43,7 +45,7 @@ class Model:
 
 
 MODELS = {
-    one.name: one for one in (Model("lenet", 200, 10), Model("resnet18", 8, 2, 64), Model("torchvision:mobilenet_v3_small", 80, 8, 64))
+    one.name: one for one in (Model("lenet", 400, 20), Model("resnet18", 8, 2, 64), Model("torchvision:mobilenet_v3_small", 80, 40, 64))
 }
 
 
@@ -82,19 +84,21 @@ class Contest:
     def folder(self, precision: str, ranks: int = RANKS) -> Path:
         """An experiment of as many steps, with prepared data; on as many threads in all, however many ranks.
 
-        Checkpoints come as often as by default: one within the steps of LeNet that are timed, none within so few of a larger model.
+        Checkpoints come as often as by default: two within the steps of LeNet that are timed, none within so few of a larger model. So do
+        log lines, but for ResNet-18, which has more of them.
         """
         folder = self.scratch / f"{self.model.name.replace(':', '-')}-{precision}-{ranks}"
         if not folder.exists():
             folder.mkdir()
-            steps = self.model.warm + self.model.steps
-            images = min(60000, -(-steps * RANKS * self.model.batch * 10 // 9) + 256)
+            images = (self.model.warm + self.model.steps) * RANKS * self.model.batch
+            epochs = -(-images // TRAINING_IMAGES)
+            images = min(60000, -(-images * 10 // 9) + 256)
             values: dict[str, Any] = {
                 "data": {"name": f"fashion-mnist:{images}", "root": str(self.scratch / "FashionMNIST" / "raw")},
                 "model": {"name": self.model.name},
-                "train": {"epochs": 1, "precision": precision},
+                "train": {"epochs": epochs, "precision": precision},
                 "dist": {"world_size": ranks, "batch_size_per_gpu": self.model.batch * RANKS // ranks, "threads_per_rank": RANKS // ranks},
-                "tracking": {"log_every_steps": max(1, self.model.warm // 2)},
+                "tracking": {"log_every_steps": self.model.warm // 2},
             }
             (folder / "params.yaml").write_text(yaml.safe_dump(values))
             pipeline("prepare", folder / "params.yaml")

@@ -75,14 +75,15 @@ class Clock:
 
 
 class Once(Stopwatch):
-    """Keeps the shares at the last log line before the validation."""
+    """Keeps the shares at the last log line before the first validation."""
 
     def __init__(self, clock: Clock):
         super().__init__()
-        self._clock, self.shares = clock, dict[str, float]()
+        self._clock, self._validated, self.shares = clock, False, dict[str, float]()
 
     def metrics(self, values: dict[str, float], step: int) -> None:
-        if "train/images_per_second" in values and self._clock.steps > WARM_STEPS:
+        self._validated |= "validation/accuracy" in values
+        if "train/images_per_second" in values and self._clock.steps > WARM_STEPS and not self._validated:
             self.shares = self._clock.shares()
 
 
