@@ -6,6 +6,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +93,10 @@ def main() -> None:
     for name, owner, method in PARTS:
         setattr(owner, method, clock.timed(name, getattr(owner, method)))
     journal = Once(clock)
-    with train_rank.joined(job) as group:
+    # Checkpoints are written beside the training, as the product writes them.
+    with train_rank.joined(job) as group, ThreadPoolExecutor(1) as executor:
         train_rank.keep_freed_memory()
-        train_rank.train(job, group, journal)
+        train_rank.train(job, group, journal, executor)
         if group.rank == 0:
             print(json.dumps(journal.shares))
 
