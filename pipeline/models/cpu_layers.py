@@ -8,14 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+# What oneDNN spends on a call counts for most here, or that it goes through the gradient of all weights for every image.
+FEW_PIXELS = 16
+
 
 def replace_slow_kernels(model: nn.Module) -> None:
-    """Let depthwise convolutions and average pools compute otherwise; the layers' types, names and weights stay."""
+    """Let convolutions that are depthwise or make small maps, and average pools, compute otherwise; types, names and weights stay."""
     layers: list[Any] = list(model.modules())
     for layer in layers:
         if isinstance(layer, nn.Conv2d) and layer.groups == layer.in_channels > 1:
             # Within the layer's own forward, which others may replace.
             layer._conv_forward = partial(depthwise, layer, layer._conv_forward)  # pyright: ignore
+        elif type(layer) is nn.Conv2d and is_plain(layer):
+            layer._conv_forward = partial(small_maps, layer, layer._conv_forward)  # pyright: ignore
         elif type(layer) is nn.AvgPool2d and (side := window_side(layer)):
             layer.forward = partial(average_pool, side)
 
@@ -26,6 +31,64 @@ def depthwise(layer: nn.Conv2d, compute: Callable[..., Tensor], images: Tensor, 
         return compute(images, weight, bias)
     with torch.autocast("cpu", enabled=False):
         return compute(images.to(weight.dtype), weight, bias).to(torch.get_autocast_dtype("cpu"))
+
+
+def is_plain(layer: nn.Conv2d) -> bool:
+    """Whether every output is of all channels, and of pixels side by side, beyond the border of zeros."""
+    plain = layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
+    return plain and not isinstance(layer.padding, str)
+
+
+def small_maps(layer: Any, compute: Callable[..., Tensor], images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Train with products of matrices, where maps of few pixels come out."""
+    if not (layer.training and images.ndim == 4):
+        return compute(images, weight, bias)
+    sizes = zip(images.shape[2:], layer.padding, layer.kernel_size, layer.stride, strict=True)
+    rows, columns = ((length + 2 * border - side) // step + 1 for length, border, side, step in sizes)
+    if rows * columns > FEW_PIXELS:
+        return compute(images, weight, bias)
+    if layer.kernel_size == layer.stride == (1, 1) and layer.padding == (0, 0):
+        return F.linear(images.permute(0, 2, 3, 1), weight.permute(0, 2, 3, 1).flatten(1), bias).permute(0, 3, 1, 2)
+    if torch.is_autocast_enabled("cpu"):
+        number_format = torch.get_autocast_dtype("cpu")
+        images, weight, bias = images.to(number_format), weight.to(number_format), None if bias is None else bias.to(number_format)
+    found: Tensor = SmallMaps.apply(images, weight, bias, layer.stride, layer.padding)  # pyright: ignore
+    return found
+
+
+class SmallMaps(torch.autograd.Function):
+    """A convolution; the gradient of its weights is one product, of the gradients that come in and the pixels under each window."""
+
+    @staticmethod
+    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
+        ctx.save_for_backward(images, weight)
+        ctx.stride, ctx.padding = stride, padding
+        return F.conv2d(images, weight, bias, stride, padding)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        images, weight = ctx.saved_tensors
+        of_images: Tensor | None = None
+        of_weight: Tensor | None = None
+        if ctx.needs_input_grad[0]:
+            of_layer = (ctx.stride, ctx.padding, (1, 1), False, (0, 0), 1)
+            of_images, *_ = torch.ops.aten.convolution_backward(gradient, images, weight, None, *of_layer, (True, False, False))
+        if ctx.needs_input_grad[1]:
+            rows = gradient.permute(0, 2, 3, 1).flatten(0, 2)
+            windows = windows_of(images, gradient.shape, weight.shape, ctx.stride, ctx.padding)
+            # As the weights lie in channels-last order.
+            of_weight = (rows.t() @ windows).view(weight.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
+        return of_images, of_weight, gradient.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None, None, None
+
+
+def windows_of(images: Tensor, made: torch.Size, weight: torch.Size, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
+    """The pixels that an output is made of, in a row for each output, in channels-last order."""
+    (down, across), (height, width) = stride, padding
+    bordered = F.pad(images.permute(0, 2, 3, 1), (0, 0, width, width, height, height))
+    number, row, column, channel = bordered.stride()
+    shape = (len(images), *made[2:], *weight[2:], weight[1])
+    windows = bordered.as_strided(shape, (number, row * down, column * across, row, column, channel))
+    return windows.reshape(shape[0] * shape[1] * shape[2], -1)
 
 
 def window_side(pool: nn.AvgPool2d) -> int:
