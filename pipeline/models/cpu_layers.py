@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# What oneDNN spends on a call counts for most here, or that it goes through the gradient of all weights for every image.
+# For so few pixels oneDNN's calls cost more than their arithmetic; it seems to pass over the whole gradient of the weights for every image.
 FEW_PIXELS = 16
 
 
@@ -34,22 +34,24 @@ def depthwise(layer: nn.Conv2d, compute: Callable[..., Tensor], images: Tensor, 
 
 
 def is_plain(layer: nn.Conv2d) -> bool:
-    """Whether every output is of all channels, and of pixels side by side, beyond the border of zeros."""
+    """Whether it has one group, no dilation, and padding, if any, of zeros."""
     plain = layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
     return plain and not isinstance(layer.padding, str)
 
 
 def small_maps(layer: Any, compute: Callable[..., Tensor], images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Train with products of matrices, where maps of few pixels come out."""
-    if not (layer.training and images.ndim == 4):
+    """Where maps of few pixels come out, train 1 by 1 windows with products of matrices, and get all weights' gradients by them."""
+    if not (layer.training and images.ndim == 4 and images.is_floating_point()):
         return compute(images, weight, bias)
-    sizes = zip(images.shape[2:], layer.padding, layer.kernel_size, layer.stride, strict=True)
+    sizes = zip(images.shape[2:], layer.padding, weight.shape[2:], layer.stride, strict=True)
     rows, columns = ((length + 2 * border - side) // step + 1 for length, border, side, step in sizes)
     if rows * columns > FEW_PIXELS:
         return compute(images, weight, bias)
-    if layer.kernel_size == layer.stride == (1, 1) and layer.padding == (0, 0):
-        return F.linear(images.permute(0, 2, 3, 1), weight.permute(0, 2, 3, 1).flatten(1), bias).permute(0, 3, 1, 2)
-    if torch.is_autocast_enabled("cpu"):
+    if weight.shape[2:] == layer.stride == (1, 1) and layer.padding == (0, 0):
+        # In one order, whoever made them: linear layers choose kernels by it.
+        pixels = images.permute(0, 2, 3, 1).contiguous()
+        return F.linear(pixels, weight.permute(0, 2, 3, 1).flatten(1), bias).permute(0, 3, 1, 2)
+    if torch.is_autocast_enabled("cpu") and images.dtype != torch.float64:
         number_format = torch.get_autocast_dtype("cpu")
         images, weight, bias = images.to(number_format), weight.to(number_format), None if bias is None else bias.to(number_format)
     found: Tensor = SmallMaps.apply(images, weight, bias, layer.stride, layer.padding)  # pyright: ignore
@@ -60,25 +62,30 @@ class SmallMaps(torch.autograd.Function):
     """A convolution; the gradient of its weights is one product, of the gradients that come in and the pixels under each window."""
 
     @staticmethod
-    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
-        ctx.save_for_backward(images, weight)
-        ctx.stride, ctx.padding = stride, padding
+    def forward(images: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
         return F.conv2d(images, weight, bias, stride, padding)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        images, weight, _, ctx.stride, ctx.padding = inputs
+        ctx.save_for_backward(images, weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         images, weight = ctx.saved_tensors
+        # In one order, whoever made it: sums go by it.
+        gradient = gradient.contiguous(memory_format=torch.channels_last)
+        rows = gradient.permute(0, 2, 3, 1).flatten(0, 2)
         of_images: Tensor | None = None
         of_weight: Tensor | None = None
         if ctx.needs_input_grad[0]:
             of_layer = (ctx.stride, ctx.padding, (1, 1), False, (0, 0), 1)
             of_images, *_ = torch.ops.aten.convolution_backward(gradient, images, weight, None, *of_layer, (True, False, False))
         if ctx.needs_input_grad[1]:
-            rows = gradient.permute(0, 2, 3, 1).flatten(0, 2)
             windows = windows_of(images, gradient.shape, weight.shape, ctx.stride, ctx.padding)
             # As the weights lie in channels-last order.
             of_weight = (rows.t() @ windows).view(weight.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
-        return of_images, of_weight, gradient.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None, None, None
+        return of_images, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
 def windows_of(images: Tensor, made: torch.Size, weight: torch.Size, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
@@ -86,9 +93,10 @@ def windows_of(images: Tensor, made: torch.Size, weight: torch.Size, stride: tup
     (down, across), (height, width) = stride, padding
     bordered = F.pad(images.permute(0, 2, 3, 1), (0, 0, width, width, height, height))
     number, row, column, channel = bordered.stride()
-    shape = (len(images), *made[2:], *weight[2:], weight[1])
+    _, channels, rows, columns = weight
+    shape = (len(images), *made[2:], rows, columns, channels)
     windows = bordered.as_strided(shape, (number, row * down, column * across, row, column, channel))
-    return windows.reshape(shape[0] * shape[1] * shape[2], -1)
+    return windows.reshape(shape[0] * shape[1] * shape[2], rows * columns * channels)
 
 
 def window_side(pool: nn.AvgPool2d) -> int:

@@ -105,6 +105,7 @@ ELSEWHERE = {
     "python bench/run.py storage": "nobody: an hour",
     "python bench/run.py against": "nobody: an hour",
     "python bench/run.py --publish against": "nobody: an hour and a half; tests/unit/test_bench_page.py looks at what it writes",
+    "python bench/kernels.py": "nobody: some minutes",
     "python bench/run.py learning": "nobody: half an hour",
     "python bench/run.py images": "nobody: a quarter of an hour",
     "python bench/gpu.py PART…": "nobody: it needs a GPU; tests/ranks/test_gpu.py and others are what it runs",

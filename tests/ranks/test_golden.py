@@ -21,6 +21,8 @@ from tests.kit.skips import NO_GOLDEN
 GOLDEN = Path(__file__).parent / "golden"
 # As a share of the loss: with AVX2 or SSE4.1 kernels alone it was at most 3.2e-7 over these 22 steps in fp32.
 OTHER_CPU_TOLERANCE, MEASURED = 1e-5, ("lenet", "mlp")
+# Its kernels have changed since; one kind of CPU has had its figures made anew.
+AWAITED = {"resnet18"}
 LENET: dict[str, Any] = {
     "model__name": "lenet",
     "data": {"name": "synthetic:1200", "augment": "crop-flip"},
@@ -73,6 +75,7 @@ def test_every_figure_and_weight_has_the_bits_of_this_kind_of_cpu(figures: dict[
     for name, values in golden.items():
         assert {key: figures[name][key] for key in values} == values, name
     if missing := [name for name in figures if golden.get(name, {}).keys() != figures[name].keys()]:
+        assert not golden or set(missing) <= AWAITED, f"{path.name} lacks {'; '.join(missing)}: make golden"
         pytest.skip(f"{path.name} {NO_GOLDEN} for {'; '.join(missing)} on this kind of CPU ({kind['cpu']}): make golden")
 
 

@@ -11,6 +11,7 @@ from pipeline.models.cpu_layers import replace_slow_kernels
 from pipeline.parallel.fsdp import keep_layouts
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+ORDERS = torch.channels_last, torch.contiguous_format
 
 
 def made(replace: bool = True) -> nn.Sequential:
@@ -78,110 +79,6 @@ def test_a_copy_computes_with_its_own_weights() -> None:
 def test_without_autocast_nothing_changes(dtype: torch.dtype) -> None:
     model, images = made().to(dtype), torch.randn(4, 3, 8, 8, dtype=dtype)
     assert torch.equal(model(images), made(replace=False).to(dtype)(images))
-
-
-SMALL: dict[str, tuple[nn.Conv2d, tuple[int, int]]] = {
-    "3 by 3": (nn.Conv2d(6, 8, 3, padding=1), (4, 4)),
-    "with strides": (nn.Conv2d(6, 8, 3, 2, 1), (7, 8)),
-    "with different strides and borders": (nn.Conv2d(6, 8, (5, 2), (2, 1), (2, 0)), (5, 6)),
-    "points with strides": (nn.Conv2d(6, 8, 1, 2), (7, 7)),
-    "points": (nn.Conv2d(6, 8, 1), (2, 3)),
-    "points with a border": (nn.Conv2d(6, 8, 1, padding=1), (1, 2)),
-    "to one pixel": (nn.Conv2d(6, 8, 4), (4, 4)),
-    "without bias": (nn.Conv2d(6, 8, 3, padding=1, bias=False), (3, 3)),
-    "points without bias": (nn.Conv2d(6, 8, 1, bias=False), (1, 1)),
-}
-ORDERS = torch.channels_last, torch.contiguous_format
-
-
-@pytest.mark.parametrize("order", ORDERS, ids=str)
-@pytest.mark.parametrize("name", SMALL)
-def test_convolutions_to_small_maps_compute_what_torchs_own_do(name: str, order: torch.memory_format) -> None:
-    torch.manual_seed(1)
-    layer, shape = SMALL[name]
-    layer = copy.deepcopy(layer).double().to(memory_format=order)  # pyright: ignore
-    ours = copy.deepcopy(layer)
-    replace_slow_kernels(ours)
-    entering = torch.randn(5, 6, *shape, dtype=torch.float64).contiguous(memory_format=order)
-    own, other = (entering.clone().requires_grad_() for _ in range(2))
-    found, expected = ours(own), layer(other)
-    assert type(found.grad_fn) is not type(expected.grad_fn)
-    # As a layer behind it sends them: in plain order.
-    gradient = torch.randn_like(expected).contiguous()
-    found.backward(gradient)
-    expected.backward(gradient)
-    for one, another in zip([found, own.grad, *grads(ours)], [expected, other.grad, *grads(layer)], strict=True):
-        torch.testing.assert_close(one, another, rtol=1e-10, atol=1e-10)
-    # DDP copies a gradient that lies otherwise than its bucket.
-    assert order != torch.channels_last or ours.weight.grad.stride() == ours.weight.stride()
-
-
-def grads(layer: nn.Module) -> list[Tensor | None]:
-    return [one.grad for one in layer.parameters()]
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_small_maps_in_bf16_are_as_near_to_fp32_as_torchs_own(name: str) -> None:
-    torch.manual_seed(2)
-    layer, shape = SMALL[name]
-    layer, images = copy.deepcopy(layer), torch.randn(64, 6, *shape)
-    ours = copy.deepcopy(layer)
-    replace_slow_kernels(ours)
-    gradients: list[list[Tensor]] = []
-    for one, enabled in ((ours, True), (layer, True), (copy.deepcopy(layer), False)):
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            found = one(images)
-        assert found.dtype == (torch.bfloat16 if enabled else torch.float32)
-        entering = torch.randn(found.shape, generator=torch.Generator().manual_seed(3)).to(found.dtype)
-        gradients.append(list(torch.autograd.grad(found, list(one.parameters()), entering)))
-    for own, other, full in zip(*gradients, strict=True):
-        assert own.dtype == torch.float32
-        assert (own - full).norm() < 1.5 * (other - full).norm() < 0.02 * full.norm()
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        nn.Conv2d(4, 8, 3, padding=2, dilation=2),
-        nn.Conv2d(4, 8, 3, padding=1, groups=2),
-        nn.Conv2d(4, 8, 3, padding="same"),
-        nn.Conv2d(4, 8, 3, padding=1, padding_mode="circular"),
-    ],
-    ids=str,
-)
-def test_other_convolutions_stay_as_they_are(layer: nn.Conv2d) -> None:
-    replace_slow_kernels(layer)
-    assert "_conv_forward" not in vars(layer)
-
-
-def test_larger_maps_and_evaluations_keep_torchs_bits() -> None:
-    for side, training in ((5, True), (4, False)):
-        layer, images = nn.Conv2d(6, 8, 3, padding=1).train(training), torch.randn(5, 6, side, side)
-        expected = torch.autograd.grad(layer(images).square().sum(), layer.weight)[0]
-        replace_slow_kernels(layer)
-        assert torch.equal(torch.autograd.grad(layer(images).square().sum(), layer.weight)[0], expected)
-
-
-def test_small_maps_of_frozen_layers_pass_gradients_on() -> None:
-    layer, images = nn.Conv2d(6, 8, 3, padding=1).requires_grad_(False), torch.randn(5, 6, 4, 4, requires_grad=True)
-    expected = torch.autograd.grad(layer(images).square().sum(), images)[0]
-    replace_slow_kernels(layer)
-    assert torch.equal(torch.autograd.grad(layer(images).square().sum(), images)[0], expected)
-    assert not layer(images.detach()).requires_grad
-
-
-def test_fsdp_computes_small_maps_alike() -> None:
-    torch.manual_seed(4)
-    model = nn.Sequential(nn.Conv2d(6, 8, 3, padding=1), nn.Conv2d(8, 4, 1)).to(memory_format=torch.channels_last)  # pyright: ignore
-    replace_slow_kernels(model)
-    sharded, images = copy.deepcopy(model), torch.randn(5, 6, 4, 4)
-    keep_layouts(sharded)
-    for one in (model, sharded):
-        one(images).square().sum().backward()
-    for own, other in zip(grads(model), grads(sharded), strict=True):
-        assert own is not None
-        assert other is not None
-        assert torch.equal(own, other)
 
 
 @pytest.mark.parametrize("dtype", BITS, ids=str)

@@ -1,0 +1,148 @@
+"""Convolutions to maps of few pixels on CPUs: what they compute, and that it has one set of bits."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.models.cpu_layers import replace_slow_kernels
+from pipeline.parallel.fsdp import keep_layouts
+
+SMALL: dict[str, tuple[nn.Conv2d, tuple[int, int]]] = {
+    "3 by 3": (nn.Conv2d(6, 8, 3, padding=1), (4, 4)),
+    "with strides": (nn.Conv2d(6, 8, 3, 2, 1), (7, 8)),
+    "with different strides and borders": (nn.Conv2d(6, 8, (5, 2), (2, 1), (2, 0)), (5, 6)),
+    "points with strides": (nn.Conv2d(6, 8, 1, 2), (7, 7)),
+    "points": (nn.Conv2d(6, 8, 1), (2, 3)),
+    "points with a border": (nn.Conv2d(6, 8, 1, padding=1), (1, 2)),
+    "to one pixel": (nn.Conv2d(6, 8, 4), (4, 4)),
+    "without bias": (nn.Conv2d(6, 8, 3, padding=1, bias=False), (3, 3)),
+    "points without bias": (nn.Conv2d(6, 8, 1, bias=False), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("order", [torch.channels_last, torch.contiguous_format], ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_convolutions_to_small_maps_compute_what_torchs_own_do(name: str, order: torch.memory_format) -> None:
+    torch.manual_seed(1)
+    layer, shape = SMALL[name]
+    layer = copy.deepcopy(layer).double().to(memory_format=order)  # pyright: ignore
+    ours = copy.deepcopy(layer)
+    replace_slow_kernels(ours)
+    entering = torch.randn(5, 6, *shape, dtype=torch.float64).contiguous(memory_format=order)
+    own, other = (entering.clone().requires_grad_() for _ in range(2))
+    found, expected = ours(own), layer(other)
+    assert type(found.grad_fn) is not type(expected.grad_fn)
+    # As a layer behind it sends them: in plain order.
+    gradient = torch.randn_like(expected).contiguous()
+    found.backward(gradient)
+    expected.backward(gradient)
+    for one, another in zip([found, own.grad, *grads(ours)], [expected, other.grad, *grads(layer)], strict=True):
+        torch.testing.assert_close(one, another, rtol=1e-10, atol=1e-10)
+    # DDP copies a gradient that lies otherwise than its bucket.
+    assert order != torch.channels_last or ours.weight.grad.stride() == ours.weight.stride()
+
+
+def grads(layer: nn.Module) -> list[Tensor | None]:
+    return [one.grad for one in layer.parameters()]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_maps_in_bf16_are_as_near_to_fp32_as_torchs_own(name: str) -> None:
+    torch.manual_seed(2)
+    layer, shape = SMALL[name]
+    layer, images = copy.deepcopy(layer), torch.randn(64, 6, *shape)
+    ours = copy.deepcopy(layer)
+    replace_slow_kernels(ours)
+    gradients: list[list[Tensor]] = []
+    for one, enabled in ((ours, True), (layer, True), (copy.deepcopy(layer), False)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found = one(images)
+        assert found.dtype == (torch.bfloat16 if enabled else torch.float32)
+        entering = torch.randn(found.shape, generator=torch.Generator().manual_seed(3)).to(found.dtype)
+        gradients.append(list(torch.autograd.grad(found, list(one.parameters()), entering)))
+    for own, other, full in zip(*gradients, strict=True):
+        assert own.dtype == torch.float32
+        assert (own - full).norm() < 1.5 * (other - full).norm() < 0.02 * full.norm()
+
+
+def forms(of: Tensor) -> list[Tensor]:
+    """The same values in every order that layers hand them on in."""
+    last = of.contiguous(memory_format=torch.channels_last)
+    return [last, of.contiguous(), torch.cat([last, last], 1)[:, : of.shape[1]]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (4, 4)], ids=str)
+@pytest.mark.parametrize("window", [1, 3])
+def test_the_bits_do_not_depend_on_how_images_and_gradients_lie_in_memory(window: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    layer = nn.Conv2d(33, 40, window, padding=window // 2).to(dtype).to(memory_format=torch.channels_last)  # pyright: ignore
+    replace_slow_kernels(layer)
+    images, gradient = torch.randn(24, 33, *shape, dtype=dtype), torch.randn(24, 40, 1, 1, dtype=dtype).expand(24, 40, *shape)
+    found: list[list[Tensor]] = []
+    for own in forms(images):
+        for entering in [gradient, *forms(gradient)]:
+            leaf = own.detach().requires_grad_()
+            made = layer(leaf)
+            found.append([made, *torch.autograd.grad(made, [leaf, *layer.parameters()], entering)])
+    for other in found[1:]:
+        assert all(torch.equal(one, another) for one, another in zip(found[0], other, strict=True))
+
+
+def test_small_maps_of_no_images_and_in_double_precision_are_torchs() -> None:
+    for window in (1, 3):
+        layer = nn.Conv2d(6, 8, window, padding=window // 2)
+        replace_slow_kernels(layer)
+        layer(torch.randn(0, 6, 4, 4)).sum().backward()
+        assert not any(one.grad.any() for one in layer.parameters() if one.grad is not None)
+        assert layer.weight.grad is not None
+        images, layer = torch.randn(5, 6, 4, 4, dtype=torch.float64), layer.double()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(images).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(4, 8, 3, padding=2, dilation=2),
+        nn.Conv2d(4, 8, 3, padding=1, groups=2),
+        nn.Conv2d(4, 8, 3, padding="same"),
+        nn.Conv2d(4, 8, 3, padding=1, padding_mode="circular"),
+    ],
+    ids=str,
+)
+def test_other_convolutions_stay_as_they_are(layer: nn.Conv2d) -> None:
+    replace_slow_kernels(layer)
+    assert "_conv_forward" not in vars(layer)
+
+
+def test_larger_maps_and_evaluations_keep_torchs_bits() -> None:
+    for side, training in ((5, True), (4, False)):
+        layer, images = nn.Conv2d(6, 8, 3, padding=1).train(training), torch.randn(5, 6, side, side)
+        expected = torch.autograd.grad(layer(images).square().sum(), layer.weight)[0]
+        replace_slow_kernels(layer)
+        assert torch.equal(torch.autograd.grad(layer(images).square().sum(), layer.weight)[0], expected)
+
+
+def test_small_maps_of_frozen_layers_pass_gradients_on() -> None:
+    layer, images = nn.Conv2d(6, 8, 3, padding=1).requires_grad_(False), torch.randn(5, 6, 4, 4, requires_grad=True)
+    expected = torch.autograd.grad(layer(images).square().sum(), images)[0]
+    replace_slow_kernels(layer)
+    assert torch.equal(torch.autograd.grad(layer(images).square().sum(), images)[0], expected)
+    assert not layer(images.detach()).requires_grad
+
+
+def test_fsdp_computes_small_maps_alike() -> None:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Conv2d(6, 8, 3, padding=1), nn.Conv2d(8, 4, 1)).to(memory_format=torch.channels_last)  # pyright: ignore
+    replace_slow_kernels(model)
+    sharded, images = copy.deepcopy(model), torch.randn(5, 6, 4, 4)
+    keep_layouts(sharded)
+    for one in (model, sharded):
+        one(images).square().sum().backward()
+    for own, other in zip(grads(model), grads(sharded), strict=True):
+        assert own is not None
+        assert other is not None
+        assert torch.equal(own, other)
