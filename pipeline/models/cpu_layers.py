@@ -48,9 +48,10 @@ def small_maps(layer: Any, compute: Callable[..., Tensor], images: Tensor, weigh
     if rows * columns > FEW_PIXELS:
         return compute(images, weight, bias)
     if weight.shape[2:] == layer.stride == (1, 1) and layer.padding == (0, 0):
-        # In one order, whoever made them: linear layers choose kernels by it.
-        pixels = images.permute(0, 2, 3, 1).contiguous()
-        return F.linear(pixels, weight.permute(0, 2, 3, 1).flatten(1), bias).permute(0, 3, 1, 2)
+        # In one order, whoever made them: linear layers choose kernels by it. What leaves, and the gradient that the product by 1 makes,
+        # are tensors of their own, as a convolution's: autograd adds others to a gradient in place, and FSDP's hooks want no view.
+        pixels = (images * 1).permute(0, 2, 3, 1).contiguous()
+        return F.linear(pixels, weight.permute(0, 2, 3, 1).flatten(1), bias).permute(0, 3, 1, 2).clone()
     if torch.is_autocast_enabled("cpu") and images.dtype != torch.float64:
         number_format = torch.get_autocast_dtype("cpu")
         images, weight, bias = images.to(number_format), weight.to(number_format), None if bias is None else bias.to(number_format)
