@@ -30,7 +30,7 @@ def make_model(name: str, device: torch.device, dtype: torch.dtype = torch.float
     torch.manual_seed(7)
     model = models.build(name, 1, 16, 10)
     if device.type == "cpu":
-        replace_slow_kernels(model)  # oneDNN 3.12's bf16 gradients of depthwise weights hold what was in memory, now and then
+        replace_slow_kernels(model)  # as ranks do: in bf16 torch's own depthwise gradients have other bits now and then
     return model.to(device=device, dtype=dtype, memory_format=torch.channels_last)
 
 
