@@ -26,7 +26,7 @@ def replace_slow_kernels(model: nn.Module) -> None:
 
 
 def depthwise(layer: nn.Conv2d, compute: Callable[..., Tensor], images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Train in fp32 under autocast: oneDNN's bf16 kernels for the gradients take several times as long, and one does not compute all of them."""
+    """Train in fp32 under autocast: oneDNN's bf16 kernels for the gradients are slow, and one does not compute all of them."""
     if not (layer.training and torch.is_autocast_enabled("cpu")):
         return compute(images, weight, bias)
     with torch.autocast("cpu", enabled=False):
