@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline import models
-from pipeline.models.cpu_layers import replace_slow_kernels
+from pipeline.models.cpu_layers import replace_kernels
 from pipeline.training.memory import keep_freed_memory
 
 MODELS = ["lenet", "resnet18", *(f"torchvision:{name}" for name in ("resnet50", "mobilenet_v3_small", "mobilenet_v2", "efficientnet_b0"))]
@@ -25,7 +25,7 @@ def made(name: str, replace: bool) -> nn.Module:
     torch.manual_seed(1)
     model = models.build(name, 1, SIDE, 10)
     if replace:
-        replace_slow_kernels(model)
+        replace_kernels(model)
     return model.to(memory_format=torch.channels_last).train()  # pyright: ignore
 
 

@@ -13,7 +13,7 @@ from pipeline import models, parallel, ranks
 from pipeline.config import Dist
 from pipeline.hardware import machine
 from pipeline.hardware.binding import bind_to_cpus
-from pipeline.models.cpu_layers import replace_slow_kernels
+from pipeline.models.cpu_layers import replace_kernels
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.training.memory import keep_freed_memory
 
@@ -47,7 +47,7 @@ def build(
     """A strategy and its optimizer, as the product builds them, for the same batch on every rank, in so many lanes."""
     torch.manual_seed(1)
     model = models.build(model_name, 1, 28, 10).to(memory_format=torch.channels_last)
-    replace_slow_kernels(model)
+    replace_kernels(model)
     images = len(batch[1])
     lanes, size = Lanes([per_rank] * group.size, group.rank, images * group.size), images // per_rank
     bf16 = machine.detect().fast_bf16_on_cpu

@@ -1,4 +1,4 @@
-"""Layers that torch's own kernels train slowly on CPUs, and how they are computed there instead."""
+"""Layers that torch's own kernels train slowly or wrongly on CPUs, and how they are computed there instead."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,33 +9,33 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 # For so few pixels oneDNN's calls cost more than their arithmetic; it seems to pass over the whole gradient of the weights for every image.
+# And in bf16, oneDNN 3.12 leaves values of that gradient uncomputed where windows reach far beyond maps.
 FEW_PIXELS = 16
 
 
-def replace_slow_kernels(model: nn.Module) -> None:
-    """Let convolutions that are depthwise or make small maps, and average pools, compute otherwise; types, names and weights stay."""
+def replace_kernels(model: nn.Module) -> None:
+    """Let convolutions with groups or small maps, and average pools, compute otherwise; the layers' types, names and weights stay."""
     layers: list[Any] = list(model.modules())
     for layer in layers:
-        if isinstance(layer, nn.Conv2d) and layer.groups == layer.in_channels > 1:
+        if isinstance(layer, nn.Conv2d):
             # Within the layer's own forward, which others may replace.
-            layer._conv_forward = partial(depthwise, layer, layer._conv_forward)  # pyright: ignore
-        elif type(layer) is nn.Conv2d and is_plain(layer):
-            layer._conv_forward = partial(small_maps, layer, layer._conv_forward)  # pyright: ignore
+            layer._conv_forward = partial(small_maps if is_plain(layer) else in_fp32, layer, layer._conv_forward)  # pyright: ignore
         elif type(layer) is nn.AvgPool2d and (side := window_side(layer)):
             layer.forward = partial(average_pool, side)
 
 
-def depthwise(layer: nn.Conv2d, compute: Callable[..., Tensor], images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Train in fp32 under autocast: oneDNN's bf16 kernels for the gradients are slow, and one does not compute all of them."""
-    if not (layer.training and torch.is_autocast_enabled("cpu")):
+def in_fp32(layer: nn.Conv2d, compute: Callable[..., Tensor], images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Train in fp32 under autocast, with groups or on small maps, where bf16 kernels are slow or do not compute all gradients."""
+    concerned = layer.groups > 1 or images.shape[-2:].numel() <= FEW_PIXELS
+    if not (layer.training and torch.is_autocast_enabled("cpu") and concerned and weight.dtype == torch.float32):
         return compute(images, weight, bias)
     with torch.autocast("cpu", enabled=False):
         return compute(images.to(weight.dtype), weight, bias).to(torch.get_autocast_dtype("cpu"))
 
 
 def is_plain(layer: nn.Conv2d) -> bool:
-    """Whether it has one group, no dilation, and padding, if any, of zeros."""
-    plain = layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
+    """Whether it has one group, no dilation, and padding, if any, of zeros, and is no class of its own."""
+    plain = type(layer) is nn.Conv2d and layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
     return plain and not isinstance(layer.padding, str)
 
 

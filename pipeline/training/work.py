@@ -83,7 +83,7 @@ def build_model(job: Job, manifest: store.Manifest, device: torch.device) -> nn.
     torch.manual_seed(draw_seed(job.config.seed, "weights"))
     model = models.of(job.config.model, channels, side, manifest.num_classes)
     if device.type == "cpu":
-        cpu_layers.replace_slow_kernels(model)
+        cpu_layers.replace_kernels(model)
     return model.to(device=device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue, reportUnknownVariableType]
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from pipeline import models, parallel
 from pipeline.config import Dist, draw_seed
 from pipeline.hardware.environment import FIXED
-from pipeline.models.cpu_layers import replace_slow_kernels
+from pipeline.models.cpu_layers import replace_kernels
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.training.checkpoint_file import weights_sha256
 from pipeline.training.state import State
@@ -30,7 +30,7 @@ def make_model(name: str, device: torch.device, dtype: torch.dtype = torch.float
     torch.manual_seed(7)
     model = models.build(name, 1, 16, 10)
     if device.type == "cpu":
-        replace_slow_kernels(model)  # as ranks do: in bf16 torch's own depthwise gradients have other bits now and then
+        replace_kernels(model)  # as ranks do: in bf16 torch's own depthwise gradients have other bits now and then
     return model.to(device=device, dtype=dtype, memory_format=torch.channels_last)
 
 

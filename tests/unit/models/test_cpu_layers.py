@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.models.cpu_layers import replace_slow_kernels
+from pipeline.models.cpu_layers import replace_kernels
 from pipeline.parallel.fsdp import keep_layouts
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
@@ -16,9 +16,9 @@ ORDERS = torch.channels_last, torch.contiguous_format
 
 def made(replace: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1, groups=2))
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1))
     if replace:
-        replace_slow_kernels(model)
+        replace_kernels(model)
     return model
 
 
@@ -31,7 +31,7 @@ def outputs(model: nn.Sequential, images: Tensor) -> list[Tensor]:
     return found
 
 
-def test_depthwise_convolutions_alone_train_in_fp32() -> None:
+def test_convolutions_with_groups_train_in_fp32() -> None:
     images = torch.randn(4, 3, 8, 8)
     model = made()
     found = outputs(model, images)
@@ -90,7 +90,7 @@ def test_average_pools_have_the_bits_of_torchs_own(
     torch.manual_seed(1)
     images = torch.randn(3, 5, rows, columns, dtype=dtype).contiguous(memory_format=order).requires_grad_()
     pool = nn.AvgPool2d(side)
-    replace_slow_kernels(pool)
+    replace_kernels(pool)
     assert "forward" in vars(pool)
     found, expected = pool(images), F.avg_pool2d(images, side)
     assert torch.equal(found, expected)
@@ -104,7 +104,7 @@ def test_average_pools_have_the_bits_of_torchs_own(
 
 def test_an_average_pool_takes_one_image_too() -> None:
     pool = nn.AvgPool2d(2)
-    replace_slow_kernels(pool)
+    replace_kernels(pool)
     image = torch.randn(3, 4, 4, requires_grad=True)
     assert torch.equal(pool(input=image), F.avg_pool2d(image, 2))
     pool(image).sum().backward()
@@ -129,5 +129,5 @@ class Padded(nn.AvgPool2d):
     ids=str,
 )
 def test_other_pools_stay_as_they_are(pool: nn.AvgPool2d) -> None:
-    replace_slow_kernels(pool)
+    replace_kernels(pool)
     assert "forward" not in vars(pool)

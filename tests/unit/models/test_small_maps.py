@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.models.cpu_layers import replace_slow_kernels
+from pipeline.models.cpu_layers import replace_kernels
 from pipeline.parallel.fsdp import keep_layouts
 
 SMALL: dict[str, tuple[nn.Conv2d, tuple[int, int]]] = {
@@ -29,7 +29,7 @@ def test_convolutions_to_small_maps_compute_what_torchs_own_do(name: str, order:
     layer, shape = SMALL[name]
     layer = copy.deepcopy(layer).double().to(memory_format=order)  # pyright: ignore
     ours = copy.deepcopy(layer)
-    replace_slow_kernels(ours)
+    replace_kernels(ours)
     entering = torch.randn(5, 6, *shape, dtype=torch.float64).contiguous(memory_format=order)
     own, other = (entering.clone().requires_grad_() for _ in range(2))
     found, expected = ours(own), layer(other)
@@ -54,7 +54,7 @@ def test_small_maps_in_bf16_are_as_near_to_fp32_as_torchs_own(name: str) -> None
     layer, shape = SMALL[name]
     layer, images = copy.deepcopy(layer), torch.randn(64, 6, *shape)
     ours = copy.deepcopy(layer)
-    replace_slow_kernels(ours)
+    replace_kernels(ours)
     gradients: list[list[Tensor]] = []
     for one, enabled in ((ours, True), (layer, True), (copy.deepcopy(layer), False)):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -79,7 +79,7 @@ def forms(of: Tensor) -> list[Tensor]:
 def test_the_bits_do_not_depend_on_how_images_and_gradients_lie_in_memory(window: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(5)
     layer = nn.Conv2d(33, 40, window, padding=window // 2).to(dtype).to(memory_format=torch.channels_last)  # pyright: ignore
-    replace_slow_kernels(layer)
+    replace_kernels(layer)
     images, gradient = torch.randn(24, 33, *shape, dtype=dtype), torch.randn(24, 40, 1, 1, dtype=dtype).expand(24, 40, *shape)
     found: list[list[Tensor]] = []
     for own in forms(images):
@@ -94,42 +94,71 @@ def test_the_bits_do_not_depend_on_how_images_and_gradients_lie_in_memory(window
 def test_small_maps_of_no_images_and_in_double_precision_are_torchs() -> None:
     for window in (1, 3):
         layer = nn.Conv2d(6, 8, window, padding=window // 2)
-        replace_slow_kernels(layer)
+        replace_kernels(layer)
         layer(torch.randn(0, 6, 4, 4)).sum().backward()
         assert not any(one.grad.any() for one in layer.parameters() if one.grad is not None)
         assert layer.weight.grad is not None
-        images, layer = torch.randn(5, 6, 4, 4, dtype=torch.float64), layer.double()
+    for layer in (nn.Conv2d(6, 8, 1), nn.Conv2d(6, 8, 3), nn.Conv2d(6, 8, 3, groups=2)):
+        replace_kernels(layer.double())
         with torch.autocast("cpu", torch.bfloat16):
-            assert layer(images).dtype == torch.float64
+            assert layer(torch.randn(5, 6, 4, 4, dtype=torch.float64)).dtype == torch.float64
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        nn.Conv2d(4, 8, 3, padding=2, dilation=2),
-        nn.Conv2d(4, 8, 3, padding=1, groups=2),
-        nn.Conv2d(4, 8, 3, padding="same"),
-        nn.Conv2d(4, 8, 3, padding=1, padding_mode="circular"),
-    ],
-    ids=str,
-)
-def test_other_convolutions_stay_as_they_are(layer: nn.Conv2d) -> None:
-    replace_slow_kernels(layer)
-    assert "_conv_forward" not in vars(layer)
+class Scaled(nn.Conv2d):
+    """A class of its own, as those with standardized weights."""
+
+    def forward(self, images: Tensor) -> Tensor:  # pyright: ignore
+        return self._conv_forward(images, self.weight * 2, self.bias)
+
+
+OTHERS: list[nn.Conv2d] = [
+    nn.Conv2d(16, 32, 3, 2, padding=2, dilation=2),
+    nn.Conv2d(16, 32, 3, 2, padding=1, groups=2),
+    nn.Conv2d(16, 16, 5, padding=2, groups=16),
+    nn.Conv2d(16, 32, 7, padding="same"),
+    nn.Conv2d(16, 32, 3, 2, padding=1, padding_mode="replicate"),
+    Scaled(16, 32, 3, 2, padding=1),
+]
+PLAIN = nn.Conv2d(16, 32, 3, 2, padding=1)
+
+
+@pytest.mark.parametrize("layer", [PLAIN, *OTHERS], ids=str)
+def test_every_gradient_in_bf16_is_computed_where_windows_reach_beyond_maps(layer: nn.Conv2d) -> None:
+    """torch's own holds numbers that nothing computed, on maps of one pixel in most calls."""
+    torch.manual_seed(6)
+    layer = copy.deepcopy(layer).to(memory_format=torch.channels_last)  # pyright: ignore
+    replace_kernels(layer)
+    for side in (1, 2):
+        images = torch.randn(6, 16, side, side)
+        full = torch.autograd.grad(layer(images).square().sum(), layer.weight)[0]
+        for _ in range(10):
+            with torch.autocast("cpu", torch.bfloat16):
+                found = layer(images)
+            assert found.dtype == torch.bfloat16
+            own = torch.autograd.grad(found.float().square().sum(), layer.weight)[0]
+            assert (own - full).norm() < 0.02 * full.norm()
+
+
+@pytest.mark.parametrize("layer", OTHERS, ids=str)
+def test_other_convolutions_keep_torchs_bits_in_fp32(layer: nn.Conv2d) -> None:
+    ours, images = copy.deepcopy(layer), torch.randn(5, 16, 3, 3)
+    replace_kernels(ours)
+    found, expected = (torch.autograd.grad(one(images).square().sum(), one.weight)[0] for one in (ours, layer))
+    assert torch.equal(found, expected)
 
 
 def test_larger_maps_and_evaluations_keep_torchs_bits() -> None:
     for side, training in ((5, True), (4, False)):
         layer, images = nn.Conv2d(6, 8, 3, padding=1).train(training), torch.randn(5, 6, side, side)
         expected = torch.autograd.grad(layer(images).square().sum(), layer.weight)[0]
-        replace_slow_kernels(layer)
+        replace_kernels(layer)
         assert torch.equal(torch.autograd.grad(layer(images).square().sum(), layer.weight)[0], expected)
 
 
 def test_small_maps_of_frozen_layers_pass_gradients_on() -> None:
     layer, images = nn.Conv2d(6, 8, 3, padding=1).requires_grad_(False), torch.randn(5, 6, 4, 4, requires_grad=True)
     expected = torch.autograd.grad(layer(images).square().sum(), images)[0]
-    replace_slow_kernels(layer)
+    replace_kernels(layer)
     assert torch.equal(torch.autograd.grad(layer(images).square().sum(), images)[0], expected)
     assert not layer(images.detach()).requires_grad
 
@@ -137,7 +166,7 @@ def test_small_maps_of_frozen_layers_pass_gradients_on() -> None:
 def test_fsdp_computes_small_maps_alike() -> None:
     torch.manual_seed(4)
     model = nn.Sequential(nn.Conv2d(6, 8, 3, padding=1), nn.Conv2d(8, 4, 1)).to(memory_format=torch.channels_last)  # pyright: ignore
-    replace_slow_kernels(model)
+    replace_kernels(model)
     sharded, images = copy.deepcopy(model), torch.randn(5, 6, 4, 4)
     keep_layouts(sharded)
     for one in (model, sharded):
