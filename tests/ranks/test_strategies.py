@@ -30,7 +30,7 @@ def make_model(name: str, device: torch.device, dtype: torch.dtype = torch.float
     torch.manual_seed(7)
     model = models.build(name, 1, 16, 10)
     if device.type == "cpu":
-        replace_kernels(model)  # as ranks do: in bf16 torch's own depthwise gradients have other bits now and then
+        replace_kernels(model)  # as ranks do: torch's own gradients in bf16 differ now and then on small maps
     return model.to(device=device, dtype=dtype, memory_format=torch.channels_last)
 
 
