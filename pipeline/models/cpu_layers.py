@@ -1,53 +1,61 @@
 """Layers that torch's own kernels train slowly or wrongly on CPUs, and how they are computed there instead."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.utils import _pair  # pyright: ignore
 
 # For so few pixels oneDNN's calls cost more than their arithmetic; it seems to pass over the whole gradient of the weights for every image.
-# And in bf16, oneDNN 3.12 leaves values of that gradient uncomputed where windows reach far beyond maps.
 FEW_PIXELS = 16
+TORCHS_OWN = nn.Conv2d._conv_forward  # pyright: ignore[reportPrivateUsage]
+Pair = tuple[int, int]
 
 
 def replace_kernels(model: nn.Module) -> None:
-    """Let convolutions with groups or small maps, and average pools, compute otherwise; the layers' types, names and weights stay."""
+    """Let convolutions and average pools compute otherwise where that is faster, or right; the layers' types, names and weights stay."""
     layers: list[Any] = list(model.modules())
     for layer in layers:
         if isinstance(layer, nn.Conv2d):
             # Within the layer's own forward, which others may replace.
-            layer._conv_forward = partial(small_maps if is_plain(layer) else in_fp32, layer, layer._conv_forward)  # pyright: ignore
-        elif type(layer) is nn.AvgPool2d and (side := window_side(layer)):
+            layer._conv_forward = partial(convolve, layer, layer._conv_forward)  # pyright: ignore
+        elif type(layer) is nn.AvgPool2d and "forward" not in vars(layer) and (side := window_side(layer)):
             layer.forward = partial(average_pool, side)
 
 
-def in_fp32(layer: nn.Conv2d, compute: Callable[..., Tensor], images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Train in fp32 under autocast, with groups or on small maps, where bf16 kernels are slow or do not compute all gradients."""
-    concerned = layer.groups > 1 or images.shape[-2:].numel() <= FEW_PIXELS
-    if not (layer.training and torch.is_autocast_enabled("cpu") and concerned and weight.dtype == torch.float32):
-        return compute(images, weight, bias)
-    with torch.autocast("cpu", enabled=False):
-        return compute(images.to(weight.dtype), weight, bias).to(torch.get_autocast_dtype("cpu"))
+def convolve(layer: Any, compute: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: A002
+    """Train convolutions with groups in fp32 under autocast too, where bf16 kernels are slow, and others as `small_maps` does."""
+    # Weights of a layer in eval mode may get gradients, too.
+    trains = layer.training or (torch.is_grad_enabled() and weight.requires_grad)
+    if not (trains and input.is_floating_point()):
+        return compute(input, weight, bias)
+    number_format = torch.get_autocast_dtype("cpu")
+    if layer.groups > 1 and torch.is_autocast_enabled("cpu") and weight.dtype in (torch.float32, number_format):
+        with torch.autocast("cpu", enabled=False):
+            found = convolve(layer, compute, input.float(), weight.float(), None if bias is None else bias.float())
+        return found.to(number_format)
+    if getattr(compute, "__func__", None) is not TORCHS_OWN or layer.padding_mode != "zeros":
+        return compute(input, weight, bias)
+    if input.ndim == 3:
+        return convolve(layer, compute, input[None], weight, bias)[0]
+    return small_maps(layer, input, weight, bias)
 
 
-def is_plain(layer: nn.Conv2d) -> bool:
-    """Whether it has one group, no dilation, and padding, if any, of zeros, and is no class of its own."""
-    plain = type(layer) is nn.Conv2d and layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
-    return plain and not isinstance(layer.padding, str)
-
-
-def small_maps(layer: Any, compute: Callable[..., Tensor], images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Where maps of few pixels come out, train 1 by 1 windows with products of matrices, and get all weights' gradients by them."""
-    if not (layer.training and images.ndim == 4 and images.is_floating_point()):
-        return compute(images, weight, bias)
-    sizes = zip(images.shape[2:], layer.padding, weight.shape[2:], layer.stride, strict=True)
-    rows, columns = ((length + 2 * border - side) // step + 1 for length, border, side, step in sizes)
-    if rows * columns > FEW_PIXELS:
-        return compute(images, weight, bias)
-    if weight.shape[2:] == layer.stride == (1, 1) and layer.padding == (0, 0):
+def small_maps(layer: Any, images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Train with products of matrices where maps of few pixels come out, and without oneDNN's padding where it leaves values uncomputed."""
+    stride, dilation, (above, beneath, left, right) = _pair(layer.stride), _pair(layer.dilation), borders(layer)
+    rows, unseen_row = side_of(images.shape[2], weight.shape[2], stride[0], dilation[0], (above, beneath))
+    columns, unseen_column = side_of(images.shape[3], weight.shape[3], stride[1], dilation[1], (left, right))
+    few = rows * columns <= FEW_PIXELS and layer.groups == 1 and dilation == (1, 1)
+    padding = above, left
+    if unseen_row or unseen_column or padding != (beneath, right):
+        images, padding = F.pad(images, (left, right, above, beneath)), (0, 0)
+    if not few:
+        return F.conv2d(images, weight, bias, stride, padding, dilation, layer.groups)
+    if weight.shape[2:] == stride == (1, 1) and padding == (0, 0):
         # In one order, whoever made them: linear layers choose kernels by it. What leaves, and the gradient that the product by 1 makes,
         # are tensors of their own, as a convolution's: autograd adds others to a gradient in place, and FSDP's hooks want no view.
         pixels = (images * 1).permute(0, 2, 3, 1).contiguous()
@@ -55,8 +63,28 @@ def small_maps(layer: Any, compute: Callable[..., Tensor], images: Tensor, weigh
     if torch.is_autocast_enabled("cpu") and images.dtype != torch.float64:
         number_format = torch.get_autocast_dtype("cpu")
         images, weight, bias = images.to(number_format), weight.to(number_format), None if bias is None else bias.to(number_format)
-    found: Tensor = SmallMaps.apply(images, weight, bias, layer.stride, layer.padding)  # pyright: ignore
+    found: Tensor = SmallMaps.apply(images, weight, bias, stride, padding)  # pyright: ignore
     return found
+
+
+def borders(layer: nn.Conv2d) -> tuple[int, int, int, int]:
+    """How many zeros a layer puts above, beneath, left and right of its images."""
+    if isinstance(layer.padding, str):
+        left, right, above, beneath = layer._reversed_padding_repeated_twice  # pyright: ignore
+        return above, beneath, left, right
+    height, width = _pair(layer.padding)
+    return height, height, width, width
+
+
+@cache
+def side_of(length: int, window: int, stride: int, dilation: int, padding: Pair) -> tuple[int, bool]:
+    """How many pixels come out along one side, and whether some part of the window sees zeros alone, wherever it stands.
+
+    For that part oneDNN 3.12 leaves values uncomputed: in bf16 of the weights' gradient, in fp32 of what comes out.
+    """
+    made = (length + sum(padding) - dilation * (window - 1) - 1) // stride + 1
+    places = [range(part * dilation - padding[0], part * dilation - padding[0] + made * stride, stride) for part in range(window)]
+    return made, not all(any(0 <= place < length for place in seen) for seen in places)
 
 
 class SmallMaps(torch.autograd.Function):

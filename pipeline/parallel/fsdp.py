@@ -3,7 +3,7 @@
 Under the ordered reduction FSDP's reduce-scatter is our own: the same tree over the lanes as under DDP, and so the same bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -159,14 +159,15 @@ def callable_(part: nn.Module) -> bool:
 def keep_layouts(model: nn.Module) -> None:
     """Let convolutions go on to compute with channels-last weights: other kernels would round differently."""
 
-    def forward(module: nn.Conv2d, images: Tensor) -> Tensor:
-        weight = module.weight.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-        return module._conv_forward(images, weight, module.bias)  # pyright: ignore[reportPrivateUsage]
+    def in_order(compute: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: A002
+        return compute(input, weight.to(memory_format=torch.channels_last), bias)  # pyright: ignore[reportCallIssue]
 
-    for one in model.modules():
+    layers: list[Any] = [one for one in model.modules() if isinstance(one, nn.Conv2d)]
+    for layer in layers:
         # By strides: with one channel, or one pixel, a weight is contiguous in both orders.
-        if isinstance(one, nn.Conv2d) and one.weight.stride() != torch.empty(one.weight.shape, device="meta").stride():
-            one.forward = partial(forward, one)  # pyright: ignore[reportAttributeAccessIssue]
+        if layer.weight.stride() != torch.empty(layer.weight.shape, device="meta").stride():
+            # Within the layer's own forward, which a class of its own has.
+            layer._conv_forward = partial(in_order, layer._conv_forward)
 
 
 class Gather(AllGather):

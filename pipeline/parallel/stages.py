@@ -33,11 +33,18 @@ def cut(model: nn.Module, count: int) -> list[nn.Module]:
     return stages
 
 
+class Tracer(fx.Tracer):
+    """torch's own takes layers of other classes apart; a convolution chooses its kernels when it is called."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, nn.Conv2d) or super().is_leaf_module(m, module_qualified_name)
+
+
 def traced(model: nn.Module) -> fx.Graph:
     """Return what a model computes, as a graph of its layers."""
     was_training = model.training
     try:
-        found = [fx.symbolic_trace(model.train(training)) for training in (True, False)]
+        found = [fx.GraphModule(model, Tracer().trace(model.train(training))) for training in (True, False)]
     except (ValueError, TypeError, NotImplementedError, RuntimeError, AttributeError) as error:
         raise ConfigError(
             f"dist.strategy: pipeline cannot cut {type(model).__name__}, which torch.fx cannot trace ({error}); set ddp"

@@ -1,13 +1,21 @@
 """Convolutions to maps of few pixels on CPUs: what they compute, and that it has one set of bits."""
 
 import copy
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from pipeline.models.cpu_layers import replace_kernels
 from pipeline.parallel.fsdp import keep_layouts
+
+ROOT = Path(__file__).parents[3]
 
 SMALL: dict[str, tuple[nn.Conv2d, tuple[int, int]]] = {
     "3 by 3": (nn.Conv2d(6, 8, 3, padding=1), (4, 4)),
@@ -81,15 +89,16 @@ def test_the_bits_do_not_depend_on_how_images_and_gradients_lie_in_memory(window
     torch.manual_seed(5)
     layer = nn.Conv2d(33, 40, window, padding=window // 2).to(dtype).to(memory_format=torch.channels_last)  # pyright: ignore
     replace_kernels(layer)
-    images, gradient = torch.randn(24, 33, *shape, dtype=dtype), torch.randn(24, 40, 1, 1, dtype=dtype).expand(24, 40, *shape)
-    found: list[list[Tensor]] = []
-    for own in forms(images):
-        for entering in [gradient, *forms(gradient)]:
-            leaf = own.detach().requires_grad_()
-            made = layer(leaf)
-            found.append([made, *torch.autograd.grad(made, [leaf, *layer.parameters()], entering)])
-    for other in found[1:]:
-        assert all(torch.equal(one, another) for one, another in zip(found[0], other, strict=True))
+    images, mean = torch.randn(24, 33, *shape, dtype=dtype), torch.randn(24, 40, 1, 1, dtype=dtype).expand(24, 40, *shape)
+    for gradients in ([mean, *forms(mean)], forms(torch.randn(24, 40, *shape, dtype=dtype))):
+        found: list[list[Tensor]] = []
+        for own in forms(images):
+            for entering in gradients:
+                leaf = own.detach().requires_grad_()
+                made = layer(leaf)
+                found.append([made, *torch.autograd.grad(made, [leaf, *layer.parameters()], entering)])
+        for other in found[1:]:
+            assert all(torch.equal(one, another) for one, another in zip(found[0], other, strict=True))
 
 
 def test_small_maps_of_no_images_and_in_double_precision_are_torchs() -> None:
@@ -109,7 +118,7 @@ class Scaled(nn.Conv2d):
     """A class of its own, as those with standardized weights."""
 
     def forward(self, images: Tensor) -> Tensor:  # pyright: ignore
-        return self._conv_forward(images, self.weight * 2, self.bias)
+        return self._conv_forward(input=images, weight=self.weight * 2, bias=self.bias)
 
 
 OTHERS: list[nn.Conv2d] = [
@@ -121,9 +130,11 @@ OTHERS: list[nn.Conv2d] = [
     Scaled(16, 32, 3, 2, padding=1),
 ]
 PLAIN = nn.Conv2d(16, 32, 3, 2, padding=1)
+WITH_ONE_STRIDE = nn.Conv2d(16, 32, 3, padding=1)
+WITH_ONE_STRIDE.stride = 2  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize("layer", [PLAIN, *OTHERS], ids=str)
+@pytest.mark.parametrize("layer", [PLAIN, nn.Conv2d(16, 32, 3, 2, padding=1).eval(), WITH_ONE_STRIDE, *OTHERS], ids=str)
 def test_every_gradient_in_bf16_is_computed_where_windows_reach_beyond_maps(layer: nn.Conv2d) -> None:
     """torch's own holds numbers that nothing computed, on maps of one pixel in most calls."""
     torch.manual_seed(6)
@@ -149,11 +160,41 @@ def test_other_convolutions_keep_torchs_bits_in_fp32(layer: nn.Conv2d) -> None:
 
 
 def test_larger_maps_and_evaluations_keep_torchs_bits() -> None:
-    for side, training in ((5, True), (4, False)):
-        layer, images = nn.Conv2d(6, 8, 3, padding=1).train(training), torch.randn(5, 6, side, side)
-        expected = torch.autograd.grad(layer(images).square().sum(), layer.weight)[0]
+    layer, images = nn.Conv2d(6, 8, 3, padding=1), torch.randn(5, 6, 5, 5)
+    expected = torch.autograd.grad(layer(images).square().sum(), layer.weight)[0]
+    replace_kernels(layer)
+    assert torch.equal(torch.autograd.grad(layer(images).square().sum(), layer.weight)[0], expected)
+    layer, images = nn.Conv2d(33, 40, 1).eval(), torch.randn(24, 33, 4, 4)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        expected = layer(images)
         replace_kernels(layer)
-        assert torch.equal(torch.autograd.grad(layer(images).square().sum(), layer.weight)[0], expected)
+        assert torch.equal(layer(images), expected)
+
+
+def in_a_circle(images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.conv2d(F.pad(images, (1, 1, 1, 1), mode="circular"), weight, bias)
+
+
+def test_a_layer_that_was_made_to_compute_otherwise_goes_on_to() -> None:
+    layer, images = nn.Conv2d(6, 8, 3, padding=1), torch.randn(5, 6, 4, 4)
+    layer._conv_forward = in_a_circle  # pyright: ignore[reportAttributeAccessIssue]
+    replace_kernels(layer)
+    assert torch.equal(layer(images), in_a_circle(images, *layer.parameters()))
+
+
+def test_one_image_by_itself_trains_as_in_a_batch() -> None:
+    layer, image = nn.Conv2d(16, 32, 3, 2, padding=1), torch.randn(16, 2, 2)
+    replace_kernels(layer)
+    alone, batch = (torch.autograd.grad(layer(one).square().sum(), layer.weight)[0] for one in (image, image[None]))
+    assert torch.equal(alone, batch)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_nothing_is_left_uncomputed() -> None:
+    words = [sys.executable, "-m", "tests.kit.uncomputed"]
+    done = subprocess.run(words, env=os.environ | {"MALLOC_PERTURB_": "128"}, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("ours 0\n")
 
 
 def test_small_maps_of_frozen_layers_pass_gradients_on() -> None:

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from pipeline import models
 from pipeline.config import ConfigError
+from pipeline.models.cpu_layers import replace_kernels
 from pipeline.parallel.messages import is_dense
 from pipeline.parallel.stages import best_cuts, cut
 
@@ -33,6 +34,19 @@ def test_stages_behind_one_another_are_the_model(name: str, count: int) -> None:
 )
 def test_the_largest_stage_is_as_small_as_possible(sizes: tuple[int, ...], count: int, expected: list[int]) -> None:
     assert best_cuts(sizes, count) == expected
+
+
+class Doubled(nn.Conv2d):
+    def forward(self, images: Tensor) -> Tensor:  # pyright: ignore
+        return self._conv_forward(images, self.weight * 2, self.bias)
+
+
+def test_a_stage_calls_convolutions_of_another_class_as_the_model_does() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), Doubled(16, 16, 3, padding=1))
+    replace_kernels(model)
+    (stage,), images = cut(model, 1), torch.randn(4, 3, 2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(stage(images), model(images))
 
 
 class Asking(nn.Module):
