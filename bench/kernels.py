@@ -71,7 +71,7 @@ def main() -> None:
     keep_freed_memory()
     for name in wanted.models if wanted.trainings else []:
         theirs, ours = (other_bits(name, replace, wanted.trainings) for replace in (False, True))
-        print(f"{name}, bf16: of {wanted.trainings} trainings end in other bits: with torch's kernels {theirs}, with ours {ours}", flush=True)
+        print(f"{name}, bf16, {wanted.trainings} trainings: {theirs} end in other bits with torch's kernels, {ours} with ours", flush=True)
     if wanted.trainings:
         return
     images = torch.randn(wanted.images, 1, SIDE, SIDE).contiguous(memory_format=torch.channels_last)

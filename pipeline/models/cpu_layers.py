@@ -27,34 +27,31 @@ def replace_kernels(model: nn.Module) -> None:
 
 
 def convolve(layer: Any, compute: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: A002
-    """Train convolutions with groups in fp32 under autocast too, where bf16 kernels are slow, and others as `small_maps` does."""
+    """Train with products of matrices where maps of few pixels come out, and in fp32 where oneDNN's bf16 is slow or wrong."""
     # Weights of a layer in eval mode may get gradients, too.
     trains = layer.training or (torch.is_grad_enabled() and weight.requires_grad)
-    if not (trains and input.is_floating_point()):
-        return compute(input, weight, bias)
-    number_format = torch.get_autocast_dtype("cpu")
-    if layer.groups > 1 and torch.is_autocast_enabled("cpu") and weight.dtype in (torch.float32, number_format):
-        with torch.autocast("cpu", enabled=False):
-            found = convolve(layer, compute, input.float(), weight.float(), None if bias is None else bias.float())
-        return found.to(number_format)
-    if getattr(compute, "__func__", None) is not TORCHS_OWN or layer.padding_mode != "zeros":
+    if not (trains and input.is_floating_point() and input.ndim in (3, 4)):
         return compute(input, weight, bias)
     if input.ndim == 3:
         return convolve(layer, compute, input[None], weight, bias)[0]
-    return small_maps(layer, input, weight, bias)
+    (stride, columns_stride), dilation, (above, beneath, left, right) = _pair(layer.stride), _pair(layer.dilation), borders(layer)
+    rows, unseen_row = side_of(input.shape[2], weight.shape[2], stride, dilation[0], (above, beneath))
+    columns, unseen_column = side_of(input.shape[3], weight.shape[3], columns_stride, dilation[1], (left, right))
+    torchs_own = getattr(compute, "__func__", None) is TORCHS_OWN and layer.padding_mode == "zeros"
+    plain = torchs_own and layer.groups == 1 and dilation == (1, 1) and (above, left) == (beneath, right)
+    if plain and rows * columns <= FEW_PIXELS:
+        return on_small_maps(input, weight, bias, (stride, columns_stride), (above, left))
+    number_format = torch.get_autocast_dtype("cpu")
+    # Dilated ones are wrong where channels do not fill blocks of 16.
+    slow_or_wrong = layer.groups > 1 or unseen_row or unseen_column or (dilation != (1, 1) and weight.shape[1] % 16 > 0)
+    if slow_or_wrong and torch.is_autocast_enabled("cpu") and weight.dtype in (torch.float32, number_format):
+        with torch.autocast("cpu", enabled=False):
+            return compute(input.float(), weight.float(), None if bias is None else bias.float()).to(number_format)
+    return compute(input, weight, bias)
 
 
-def small_maps(layer: Any, images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Train with products of matrices where maps of few pixels come out, and without oneDNN's padding where it leaves values uncomputed."""
-    stride, dilation, (above, beneath, left, right) = _pair(layer.stride), _pair(layer.dilation), borders(layer)
-    rows, unseen_row = side_of(images.shape[2], weight.shape[2], stride[0], dilation[0], (above, beneath))
-    columns, unseen_column = side_of(images.shape[3], weight.shape[3], stride[1], dilation[1], (left, right))
-    few = rows * columns <= FEW_PIXELS and layer.groups == 1 and dilation == (1, 1)
-    padding = above, left
-    if unseen_row or unseen_column or padding != (beneath, right):
-        images, padding = F.pad(images, (left, right, above, beneath)), (0, 0)
-    if not few:
-        return F.conv2d(images, weight, bias, stride, padding, dilation, layer.groups)
+def on_small_maps(images: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
+    """A convolution whose weights' gradient is a product of matrices; for windows of one pixel, what comes out is one, too."""
     if weight.shape[2:] == stride == (1, 1) and padding == (0, 0):
         # In one order, whoever made them: linear layers choose kernels by it. What leaves, and the gradient that the product by 1 makes,
         # are tensors of their own, as a convolution's: autograd adds others to a gradient in place, and FSDP's hooks want no view.
@@ -80,7 +77,7 @@ def borders(layer: nn.Conv2d) -> tuple[int, int, int, int]:
 def side_of(length: int, window: int, stride: int, dilation: int, padding: Pair) -> tuple[int, bool]:
     """How many pixels come out along one side, and whether some part of the window sees zeros alone, wherever it stands.
 
-    For that part oneDNN 3.12 leaves values uncomputed: in bf16 of the weights' gradient, in fp32 of what comes out.
+    For that part oneDNN 3.12 leaves values of the weights' gradient uncomputed, in bf16.
     """
     made = (length + sum(padding) - dilation * (window - 1) - 1) // stride + 1
     places = [range(part * dilation - padding[0], part * dilation - padding[0] + made * stride, stride) for part in range(window)]
