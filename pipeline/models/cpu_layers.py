@@ -1,18 +1,19 @@
 """Layers that torch's own kernels train slowly or wrongly on CPUs, and how they are computed there instead."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.utils import _pair  # pyright: ignore
 
 # For so few pixels oneDNN's calls cost more than their arithmetic; it seems to pass over the whole gradient of the weights for every image.
 FEW_PIXELS = 16
-TORCHS_OWN = nn.Conv2d._conv_forward  # pyright: ignore[reportPrivateUsage]
+OWN_OF_TORCH = nn.Conv2d._conv_forward  # pyright: ignore[reportPrivateUsage]
 Pair = tuple[int, int]
+Setting = int | tuple[int, ...]
 
 
 def replace_kernels(model: nn.Module) -> None:
@@ -32,18 +33,17 @@ def convolve(layer: Any, compute: Callable[..., Tensor], input: Tensor, weight: 
     trains = layer.training or (torch.is_grad_enabled() and weight.requires_grad)
     if not (trains and input.is_floating_point() and input.ndim in (3, 4)):
         return compute(input, weight, bias)
-    if input.ndim == 3:
+    torchs = getattr(compute, "__func__", None) is OWN_OF_TORCH and layer.padding_mode == "zeros"
+    if torchs and input.ndim == 3:
         return convolve(layer, compute, input[None], weight, bias)[0]
-    (stride, columns_stride), dilation, (above, beneath, left, right) = _pair(layer.stride), _pair(layer.dilation), borders(layer)
-    rows, unseen_row = side_of(input.shape[2], weight.shape[2], stride, dilation[0], (above, beneath))
-    columns, unseen_column = side_of(input.shape[3], weight.shape[3], columns_stride, dilation[1], (left, right))
-    torchs_own = getattr(compute, "__func__", None) is TORCHS_OWN and layer.padding_mode == "zeros"
-    plain = torchs_own and layer.groups == 1 and dilation == (1, 1) and (above, left) == (beneath, right)
-    if plain and rows * columns <= FEW_PIXELS:
-        return on_small_maps(input, weight, bias, (stride, columns_stride), (above, left))
+    shape = shape_of(input.shape[-2:], weight.shape[-2:], layer.stride, layer.dilation, layer.padding)
+    if torchs and shape.plain and shape.outputs <= FEW_PIXELS and layer.groups == 1:
+        return on_small_maps(input, weight, bias, shape.stride, shape.before)
+    # A class that computes otherwise may add zeros of its own.
+    alone = shape.unseen if torchs else input.shape[-2:].numel() <= FEW_PIXELS
+    # With dilation where channels do not fill blocks of 16.
+    slow_or_wrong = layer.groups > 1 or alone or (shape.dilated and weight.shape[1] % 16 > 0)
     number_format = torch.get_autocast_dtype("cpu")
-    # Dilated ones are wrong where channels do not fill blocks of 16.
-    slow_or_wrong = layer.groups > 1 or unseen_row or unseen_column or (dilation != (1, 1) and weight.shape[1] % 16 > 0)
     if slow_or_wrong and torch.is_autocast_enabled("cpu") and weight.dtype in (torch.float32, number_format):
         with torch.autocast("cpu", enabled=False):
             return compute(input.float(), weight.float(), None if bias is None else bias.float()).to(number_format)
@@ -64,24 +64,45 @@ def on_small_maps(images: Tensor, weight: Tensor, bias: Tensor | None, stride: P
     return found
 
 
-def borders(layer: nn.Conv2d) -> tuple[int, int, int, int]:
-    """How many zeros a layer puts above, beneath, left and right of its images."""
-    if isinstance(layer.padding, str):
-        left, right, above, beneath = layer._reversed_padding_repeated_twice  # pyright: ignore
-        return above, beneath, left, right
-    height, width = _pair(layer.padding)
-    return height, height, width, width
+@dataclass(frozen=True)
+class Shape:
+    """What a convolution makes of its images."""
+
+    outputs: int
+    # Whether some row or column of the window sees zeros alone, wherever it stands. For it oneDNN 3.12 leaves values of the weights'
+    # gradient uncomputed, in bf16.
+    unseen: bool
+    stride: Pair
+    before: Pair
+    plain: bool
+    dilated: bool
 
 
 @cache
-def side_of(length: int, window: int, stride: int, dilation: int, padding: Pair) -> tuple[int, bool]:
-    """How many pixels come out along one side, and whether some part of the window sees zeros alone, wherever it stands.
+def shape_of(images: Pair, window: Pair, stride: Setting, dilation: Setting, padding: Setting | str) -> Shape:
+    """The shape of torch's own convolution."""
+    stride, dilation = pair(stride), pair(dilation)
+    if isinstance(padding, str):
+        zeros = [spread * (side - 1) if padding == "same" else 0 for spread, side in zip(dilation, window, strict=True)]
+    else:
+        zeros = [2 * one for one in pair(padding)]
+    (rows, unseen_row), (columns, unseen_column) = (along(*side) for side in zip(images, window, stride, dilation, zeros, strict=True))
+    plain = dilation == (1, 1) and not any(one % 2 for one in zeros)
+    before = zeros[0] // 2, zeros[1] // 2
+    return Shape(rows * columns, unseen_row or unseen_column, stride, before, plain, dilation != (1, 1))
 
-    For that part oneDNN 3.12 leaves values of the weights' gradient uncomputed, in bf16.
-    """
-    made = (length + sum(padding) - dilation * (window - 1) - 1) // stride + 1
-    places = [range(part * dilation - padding[0], part * dilation - padding[0] + made * stride, stride) for part in range(window)]
-    return made, not all(any(0 <= place < length for place in seen) for seen in places)
+
+def along(length: int, window: int, stride: int, dilation: int, zeros: int) -> tuple[int, bool]:
+    """How many pixels come out along one side, and whether some part of the window sees zeros alone."""
+    outputs = (length + zeros - dilation * (window - 1) - 1) // stride + 1
+    first = [part * dilation - zeros // 2 for part in range(window)]
+    return outputs, not all(any(0 <= place < length for place in range(at, at + outputs * stride, stride)) for at in first)
+
+
+def pair(setting: Setting) -> Pair:
+    """A setting of both sides, for which torch takes one number, too."""
+    first, second = (setting, setting) if isinstance(setting, int) else (*setting, *setting)[:2]
+    return first, second
 
 
 class SmallMaps(torch.autograd.Function):

@@ -3,8 +3,7 @@
 Under the ordered reduction FSDP's reduce-scatter is our own: the same tree over the lanes as under DDP, and so the same bits.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from pipeline.config import ConfigError, Dist
 from pipeline.parallel import Strategy, ddp
 from pipeline.parallel.lane_buffers import LaneBuffers
 from pipeline.parallel.lanes import Lanes, Task, Totals, TreeNode, first_weights, push, scaled, shapes
+from pipeline.parallel.layouts import keep_layouts
 from pipeline.parallel.mesh import groups
 from pipeline.parallel.ordered import OrderedSum, add
 from pipeline.parallel.remainders import Remainders, remainder, vector_elements
@@ -154,20 +154,6 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 def callable_(part: nn.Module) -> bool:
     """False for lists of modules, which nobody calls."""
     return not isinstance(part, nn.ModuleList | nn.ModuleDict)
-
-
-def keep_layouts(model: nn.Module) -> None:
-    """Let convolutions go on to compute with channels-last weights: other kernels would round differently."""
-
-    def in_order(compute: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: A002
-        return compute(input, weight.to(memory_format=torch.channels_last), bias)  # pyright: ignore[reportCallIssue]
-
-    layers: list[Any] = [one for one in model.modules() if isinstance(one, nn.Conv2d)]
-    for layer in layers:
-        # By strides: with one channel, or one pixel, a weight is contiguous in both orders.
-        if layer.weight.stride() != torch.empty(layer.weight.shape, device="meta").stride():
-            # Within the layer's own forward, which a class of its own has.
-            layer._conv_forward = partial(in_order, layer._conv_forward)
 
 
 class Gather(AllGather):

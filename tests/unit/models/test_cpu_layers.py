@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.models.cpu_layers import replace_kernels
-from pipeline.parallel.fsdp import keep_layouts
+from pipeline.parallel.layouts import keep_layouts
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 ORDERS = torch.channels_last, torch.contiguous_format
