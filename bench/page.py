@@ -58,7 +58,7 @@ def texts(results: dict[str, Any]) -> dict[str, str]:
         figures = [f"{statistics.median(values):.2f} in {one.partition(', ')[2]}" for one, values in ratios.items()]
         sentences.append(f"{title(name)} {' and '.join(figures)}")
     readme = (
-        "While it trains, with tracking (and for LeNet a checkpoint), it computes so many times the images/s of pytorch/examples' loop "
+        "While it trains, with tracking (and for LeNet two checkpoints), it computes so many times the images/s of pytorch/examples' loop "
         "in fp32: "
         f"{'; '.join(sentences)}; medians on {where} ([performance](docs/performance.md))."
     )
