@@ -36,7 +36,8 @@ def convolve(layer: Any, compute: Callable[..., Tensor], input: Tensor, weight: 
     torchs = getattr(compute, "__func__", None) is OWN_OF_TORCH and layer.padding_mode == "zeros"
     if torchs and input.ndim == 3:
         return convolve(layer, compute, input[None], weight, bias)[0]
-    shape = shape_of(input.shape[-2:], weight.shape[-2:], layer.stride, layer.dilation, layer.padding)
+    settings = (tuple(one) if isinstance(one, list) else one for one in (layer.stride, layer.dilation, layer.padding))
+    shape = shape_of(input.shape[-2:], weight.shape[-2:], *settings)
     if torchs and shape.plain and shape.outputs <= FEW_PIXELS and layer.groups == 1:
         return on_small_maps(input, weight, bias, shape.stride, shape.before)
     # A class that computes otherwise may add zeros of its own.
