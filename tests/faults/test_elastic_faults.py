@@ -12,7 +12,7 @@ from bench.losses import SLOW_MODEL
 from tests.faults.elastic import campaign, lost_steps
 from tests.faults.test_chaos import seed
 from tests.kit.experiment import LONGER, Experiment
-from tests.kit.trainings import mlflow_runs, ranks_of, same_figures, status, wait_for_step, weights
+from tests.kit.trainings import mlflow_runs, ranks_of, same_figures, starting_no_rank, status, wait_for_step, weights
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -43,8 +43,9 @@ def test_the_others_go_on_without_a_lost_rank_and_it_comes_back(
     process = experiment.start("train")
     wait_for_step(experiment, 30, process)
     before = ranks_of(process)
-    before[0].kill()
-    until(lambda: len(experiment.journal("ranks")) >= 3, process)
+    with starting_no_rank(process):
+        before[0].kill()
+        wait_for_ranks(experiment, 3)
     wait_for_ranks(experiment, 4)
     wait_for_step(experiment, 80, process)
     assert before[1:] == ranks_of(process)[1:]

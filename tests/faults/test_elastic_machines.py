@@ -15,7 +15,7 @@ from tests.faults.elastic import lost_steps
 from tests.faults.test_elastic_faults import wait_for_ranks
 from tests.kit.experiment import PACED, PACED_MODEL, Experiment
 from tests.kit.leading import Job, end
-from tests.kit.trainings import mlflow_runs, ranks_of, same_figures, status, wait_for_step
+from tests.kit.trainings import mlflow_runs, ranks_of, same_figures, starting_no_rank, status, wait_for_step
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -47,12 +47,11 @@ def both_stages(experiment: Experiment) -> tuple[str, ...]:
 def killed_ranks_come_back(leading: Experiment, leader: subprocess.Popen[str], worker: subprocess.Popen[str]) -> None:
     """The rank that writes, and one of the other machine's, each by itself."""
     before, there = ranks_of(leader), ranks_of(worker)
-    before[0].kill()
-    until(lambda: len(leading.journal("ranks")) >= 3, leader)
-    wait_for_ranks(leading, 4)
-    there[1].kill()
-    until(lambda: len(leading.journal("ranks")) >= 5, leader)
-    wait_for_ranks(leading, 4)
+    for machine, rank in ((leader, before[0]), (worker, there[1])):
+        with starting_no_rank(machine):
+            rank.kill()
+            wait_for_ranks(leading, 3)
+        wait_for_ranks(leading, 4)
     assert (ranks_of(leader)[1:], ranks_of(worker)[:1]) == (before[1:], there[:1])
 
 

@@ -42,6 +42,17 @@ def is_rank(words: list[str], module: str) -> bool:
 
 
 @contextlib.contextmanager
+def starting_no_rank(process: "subprocess.Popen[Any]") -> Iterator[None]:
+    """Below a launcher no rank is forked meanwhile: those that are left form their group before a lost one is back."""
+    (server,) = [one for one in psutil.Process(process.pid).children(recursive=True) if "pipeline.forkserver" in one.cmdline()]
+    server.suspend()
+    try:
+        yield
+    finally:
+        server.resume()
+
+
+@contextlib.contextmanager
 def suspended(process: "subprocess.Popen[Any]", module: str = "train_rank") -> Iterator[list[psutil.Process]]:
     """The ranks of a launcher, stopped (SIGSTOP) so that none can finish meanwhile."""
     ranks = ranks_of(process, module)
