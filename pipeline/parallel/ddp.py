@@ -42,11 +42,18 @@ class Ddp(Replicated):
         self._gradients = LaneGradients(lanes, ranks, list(self._wanted.values()), reduction) if reduction else None
         if self._gradients is not None:
             self._ddp.register_comm_hook(None, self._gradients.hook)
+        # With its first backward DDP orders its buckets anew, and an all-reduce of three ranks sums in their order.
+        self._has_ordered_buckets = reduction is not None or ranks.size == 1
         # DDP's own reduction is a mean over ranks, ours a sum over lanes.
         self._scale = (1 if reduction else ranks.size) / lanes.global_batch
 
     def backward(self, step: int) -> Totals:
         """Gradients of the mean loss over the global batch, and the step's totals."""
+        if not self._has_ordered_buckets:
+            self._has_ordered_buckets = True
+            # A first backward for nothing: no step is another one because a start or a resume came before it.
+            with self._buffers.kept():
+                self.backward(step)
         for parameter in self._task.model.parameters():
             parameter.grad = None
         rows: list[Tensor] = []

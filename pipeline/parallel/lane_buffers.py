@@ -1,6 +1,7 @@
 """A model's buffers (BatchNorm's statistics) over the lanes of a step."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +30,14 @@ class LaneBuffers:
         self._before: list[list[Tensor]] = []
         self._stack: list[TreeNode[Tensor]] = []
         self._under_way: Any = None
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """In the end all are what they were."""
+        before = [[buffer.clone() for buffer in buffers] for buffers in self._lists]
+        yield
+        for buffers, values in zip(self._lists, before, strict=True):
+            torch._foreach_copy_(buffers, values)  # pyright: ignore
 
     def start(self) -> None:
         """A step begins."""

@@ -220,3 +220,26 @@ def test_what_only_an_earlier_micro_batch_uses_is_named_in_its_step(run_ranks) -
 def test_what_does_not_suit_a_strategy_is_refused(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=rf"dist\.{why}"):
         parallel.check(Dist.model_construct(**changes))
+
+
+def after(group: Any, starts: tuple[int, ...]) -> str:
+    """The digest of all that is trained after four steps, where DDP began anew before each of these."""
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 40), nn.Linear(40, 10))
+    torch.manual_seed(7)
+    for one in model.parameters():
+        nn.init.normal_(one, std=0.1)
+    built: Any = None
+    for step in range(4):
+        if step in starts:
+            task = Task(model, batch_of(3, CPU), 3, 0.0, nullcontext)
+            built = parallel.build(
+                task, Lanes([1, 1, 1], group.rank, BATCH), group, Dist.model_construct(strategy="ddp", reduction="native")
+            )
+        built.backward(step)
+        descend(model.parameters())
+    return weights_sha256(model.state_dict())
+
+
+def test_native_ends_in_the_same_bits_after_a_resume(run_ranks) -> None:
+    found = {digest for ranks in run_ranks(3, (after, ((0,),)), (after, ((0, 2),)), (after, ((0, 1, 3),))) for digest in ranks}
+    assert len(found) == 1
