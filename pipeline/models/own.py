@@ -29,7 +29,24 @@ def build(settings: "Model", channels: int, side: int, num_classes: int) -> nn.M
         # A copy: what it remembers of these images is nothing to train with.
         with torch.no_grad():
             logits = copy.deepcopy(model).eval()(torch.zeros(2, channels, side, side))
+        lost = changed_and_not_saved(model, torch.zeros(2, channels, side, side))
     if getattr(logits, "shape", None) != (2, num_classes):
         shape = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
         raise ConfigError(f"model.name: {settings.name} makes {shape} of 2 images; it must make logits [2, {num_classes}]")
+    if lost:
+        raise ConfigError(f"model.name: {settings.name}: training changes the buffer {lost}, which checkpoints lack; make it persistent")
     return model.train()
+
+
+def changed_and_not_saved(model: nn.Module, images: torch.Tensor) -> str | None:
+    """The name of a buffer that each forward in training changes and the state_dict lacks: a resume would lose its values."""
+    names = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
+    if not names:
+        return None
+    tried, values = copy.deepcopy(model).train(), list[dict[str, torch.Tensor]]()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        # What the first forward computes and later ones use is the same after a resume.
+        for shift in (0.0, 1.0):
+            tried(images + shift)
+            values.append({name: one.clone() for name, one in tried.named_buffers() if name in names})
+    return next((name for name, one in values[1].items() if not torch.equal(one, values[0].get(name, one[:0]))), None)

@@ -143,6 +143,37 @@ def test_a_lane_draws_the_same_whatever_its_rank_has_drawn_before() -> None:
     assert found[1][0] != found[2][0]
 
 
+REMEMBERS = """
+import torch
+from torch import nn
+
+class Remembers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(256, 3)
+        self.register_buffer("kept", torch.zeros(1), persistent=PERSISTENT)
+
+    def forward(self, images):
+        with torch.no_grad():
+            self.kept.copy_(VALUE)
+        return self.linear(images.flatten(1))
+
+def build(channels, side, num_classes):
+    return Remembers()
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "persistent", "refused"),
+    [("0.9 * self.kept + images.mean()", False, True), ("self.kept + 1", False, True), ("self.kept + 1", True, False), ("7", False, False)],
+)
+def test_a_buffer_that_training_changes_must_be_saved(root: Path, value: str, persistent: bool, refused: bool) -> None:
+    (root / "mine.py").write_text(REMEMBERS.replace("VALUE", value).replace("PERSISTENT", str(persistent)))
+    said = "mine.py:build: training changes the buffer kept, which checkpoints lack; make it persistent"
+    with pytest.raises(ConfigError, match=said) if refused else nullcontext():
+        models.of(configured(root).model, 1, 16, 3)
+
+
 def test_what_a_forward_remembers_of_the_trial_is_not_trained_with(root: Path) -> None:
     (root / "mine.py").write_text("""
 import torch
