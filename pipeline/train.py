@@ -243,4 +243,5 @@ def journal_results(journal: Journal, job: Job, receipt: Receipt) -> None:
     # Once more: a rank may have been killed between its last checkpoint and the line behind it.
     journal.event(CHECKPOINT, step=receipt.steps)
     manifest = store.read_manifest(job.prepared)
-    journal.event("model", path="model.pt2", shape=manifest.shape, classes=manifest.class_names, precision=job.precision)
+    if (job.run / "model.pt2").is_file():
+        journal.event("model", path="model.pt2", shape=manifest.shape, classes=manifest.class_names, precision=job.precision)

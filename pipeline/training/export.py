@@ -50,14 +50,27 @@ def export(job: Job) -> None:
     model = models.of(job.config.model, channels, side, manifest.num_classes)
     model.load_state_dict(load_file(file))
     classifier = Classifier(model, manifest).eval()
-    example = torch.zeros((EXAMPLE_IMAGES, *manifest.shape), dtype=torch.uint8)
-    # "AUTO": the number of images is free where the model allows it.
-    program = torch.export.export(classifier, (example,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    packed = exported(classifier, torch.zeros((EXAMPLE_IMAGES, *manifest.shape), dtype=torch.uint8))
+    if packed is not None:
+        atomic_write(job.run / "model.pt2", packed)
+    atomic_write(job.run / "model.safetensors", file.read_bytes())
+
+
+def exported(classifier: Classifier, example: Tensor) -> bytes | None:
+    """Return the model as a torch.export program, or None, with a warning, if its forward is no such: it branches on values, say."""
+    try:
+        # "AUTO": the number of images is free where the model allows it.
+        program = torch.export.export(classifier, (example,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - its tracer raises whatever the forward meets
+        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        log.warning("torch.export cannot take this model, so MLflow gets none that loads by itself: %s", said)
+        return None
     for node in program.graph.nodes:
         # The paths of this machine's source.
         node.meta.pop("stack_trace", None)
     # Into memory: on a full disk torch's own writer ends the process.
     packed = io.BytesIO()
     torch.export.save(program, packed)
-    atomic_write(job.run / "model.pt2", packed.getvalue())
-    atomic_write(job.run / "model.safetensors", file.read_bytes())
+    return packed.getvalue()

@@ -10,6 +10,7 @@ import pytest
 from pipeline.params import load
 from tests.kit.checkout import clone_of
 from tests.kit.experiment import Experiment, clean_environment
+from tests.kit.trainings import mlflow_runs
 
 DATA = """
 import numpy as np
@@ -89,3 +90,18 @@ def test_a_data_set_and_a_model_beside_params_yaml_are_what_they_were_when_they_
     said = experiment.run("train", expect=2)
     assert "model.name: mine.py:2: ValueError: too deep" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_a_model_that_torch_export_cannot_take_is_trained_and_evaluated_all_the_same(tmp_path: Path) -> None:
+    experiment = Experiment(tmp_path).with_database()
+    branches = "    model.register_forward_pre_hook(lambda _, given: (given[0] * (2 if given[0].mean().item() > 0 else 1),))\n"
+    (tmp_path / "mine.py").write_text(MODEL.replace("return", "model =") + branches + "    return model\n")
+    experiment.set(model__name="mine.py:build", train__epochs=1)
+    experiment.run("prepare")
+    assert "torch.export cannot take this model, so MLflow gets none that loads by itself" in experiment.run("train")
+    assert not (experiment.run_folder / "model.pt2").exists()
+    assert "test accuracy" in experiment.run("evaluate")
+    assert experiment.json("metrics/eval.json")["total"] > 0
+    (run,) = mlflow_runs(experiment)
+    assert run.info.status == "FINISHED"
