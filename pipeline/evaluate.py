@@ -62,7 +62,7 @@ def run(config: Config, paths: Paths) -> int:
         def finish(journal: Journal, _: Callable[[], str | None]) -> str:
             return report(job, paths, manifest, receipt, journal)
 
-        first_line = run_header(trained, f"{trained.model.name} on {manifest.name} {receipt.fingerprint[:6]}")
+        first_line = run_header(trained, f"{trained.model.name} on {manifest.name} {receipt.fingerprint[:6]}", manifest)
         first_line["id"] = receipt.journal
         tags: dict[str, Any] = {"dvc.experiment": os.environ.get("DVC_EXP_NAME")}
         return RankStage("evaluate", job, paths, lock).run(

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pipeline.config import Config, PeerError
 from pipeline.console import Progress
+from pipeline.data.store import Manifest
 from pipeline.files import Paths
 from pipeline.hardware import machine
 from pipeline.hardware.sharing import gpus_taken
@@ -201,11 +202,12 @@ def errors_in_status(job: Job, stage: str, paths: Paths) -> Generator[None]:
         raise
 
 
-def run_header(config: Config, name: str) -> dict[str, Any]:
+def run_header(config: Config, name: str, data: Manifest) -> dict[str, Any]:
     """The first line of a journal: all that MLflow needs to create its run."""
     return {
         "experiment": config.tracking.experiment,
         "name": name,
         "params": flatten(config.model_dump(exclude={"model": {"source"}})),
         "tags": {"mlflow.source.name": "pipeline", "mlflow.user": machine.user()},
+        "dataset": {"name": data.name, "digest": data.digest, "counts": data.counts},
     }

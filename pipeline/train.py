@@ -58,8 +58,7 @@ def run(config: Config, paths: Paths, resume: Path | None = None, stop_after_epo
             return status.STOPPED
         store.verify(paths.prepared, planned.manifest, ("train", "validation"))
         write_identity(job.run, planned.identity)
-        title = f"{job.config.model.name} on {job.config.data.name} {name[:6]}"
-        imported = import_run(resume, job, planned.identity, run_header(job.config, title)) if resume else None
+        imported = import_run(resume, job, planned.identity, header(job, name)) if resume else None
         progress = Progress(job.journal, planned.steps, planned.steps_per_epoch, job.until)
         progress.say(what_begins(job, planned.manifest.name))
         if job.config.dist.world_size < config.dist.world_size:
@@ -136,11 +135,14 @@ def carry_out(stage: RankStage, job: Job, paths: Paths, progress: Progress, fact
         journal_results(journal, job, receipt)
         return "\n".join(what_came_out(receipt))
 
-    name = f"{job.config.model.name} on {job.config.data.name} {facts['fingerprint'][:6]}"
-    manifest = store.read_manifest(job.prepared)
-    dataset = {"dataset": {"name": manifest.name, "digest": manifest.digest, "counts": manifest.counts}}
-    header = run_header(job.config, name) | dataset
-    return stage.run(f"pipeline.{'elastic' if job.elastic else 'training'}.train_rank", header, receipts.tags(facts), progress, finish)
+    module = f"pipeline.{'elastic' if job.elastic else 'training'}.train_rank"
+    return stage.run(module, header(job, facts["fingerprint"]), receipts.tags(facts), progress, finish)
+
+
+def header(job: Job, fingerprint: str) -> dict[str, Any]:
+    """The first line of the journal."""
+    title = f"{job.config.model.name} on {job.config.data.name} {fingerprint[:6]}"
+    return run_header(job.config, title, store.read_manifest(job.prepared))
 
 
 def facts_of(planned: Plan, git: dict[str, Any]) -> dict[str, Any]:

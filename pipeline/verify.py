@@ -143,7 +143,7 @@ def prepared_for(claim: Claim, paths: Paths) -> Generator[Path]:
 def computed(claim: Claim, span: Span, stage: RankStage, job: Job, per_epoch: int) -> int:
     """Compute the steps of a span in a folder of their own; returns the ranks' exit code."""
     shutil.rmtree(job.run, ignore_errors=True)
-    header = run_header(job.config, f"verify {claim.run.name}")
+    header = run_header(job.config, f"verify {claim.run.name}", store.read_manifest(job.prepared))
     if span.after:
         copy_until(claim.run, job, span.after, header)
     progress = Progress(job.journal, per_epoch * job.config.train.epochs, per_epoch, job.until)

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pipeline.runs.identity import IDENTITY, flatten
 from pipeline.runs.lock import run_lock
 from pipeline.tracking import journal as journals
 from pipeline.tracking.journal import CHECKPOINT, Journal
+from pipeline.tracking.mirror_state import read_state, write_state
 
 # What under `native` is part of the identity, as it changes the bits, but not what is learned from which samples.
 PLACEMENT = {"dist.world_size", "dist.nodes", "dist.accumulation", "dist.backend", "dist.replicas", "dist.algorithm"}
@@ -58,7 +60,9 @@ def copy_until(source: Path, job: Job, step: int, header: dict[str, Any]) -> Non
     partial.unlink(missing_ok=True)
     journal = Journal(partial)
     tags = header["tags"] | {"lockstep.resumed_from": source.name}
-    journal.event("run", **({"id": uuid.uuid4().hex} | header | {"tags": tags}))
+    # A start that saved nothing may have begun a run in MLflow: that goes on.
+    begun = journals.last(job.journal, "run").get("id")
+    journal.event("run", **({"id": begun or uuid.uuid4().hex} | header | {"tags": tags}))
     for line in journals.read(source / "journal.jsonl"):
         if line["kind"] in ("metrics", CHECKPOINT) and line["step"] <= step:
             journal.event(line["kind"], **{name: value for name, value in line.items() if name != "kind"})
@@ -77,5 +81,7 @@ def copy_until(source: Path, job: Job, step: int, header: dict[str, Any]) -> Non
             entries = [entry | {"journal": covered} for entry in index["checkpoints"] if entry["step"] <= step]
             best = {name: entry for name, entry in index.items() if name == "best" and entry["step"] <= step}
             write_checksummed_json(scratch / "index.json", {"checkpoints": entries} | best)
+    # MLflow gets it from its beginning, whatever it has of the one before.
+    write_state(job.run, replace(read_state(job.run), offset=0))
     os.replace(partial, job.journal)
     fsync_path(job.run)

@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlflow
+import psutil
 import pytest
 
 from pipeline.tracking.journal import read
 from pipeline.tracking.mirror_state import read_state, repeat_if_cut, write_state
 from tests.commands.test_tracking import ENDED, STARTED, make_journal, metric, mirror, runs
-from tests.kit.experiment import Experiment
+from tests.kit.experiment import PACED, PACED_MODEL, Experiment
+from tests.kit.trainings import mlflow_runs
+from tests.kit.waiting import until
 
 
 def in_mlflow(experiment: Experiment) -> list[tuple[str, int]]:
@@ -82,3 +85,33 @@ def test_another_runs_journal_in_its_place_is_sent_whole(tmp_path: Path) -> None
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     points = {run.data.tags["lockstep.run"]: len(client.get_metric_history(run.info.run_id, "train/loss")) for run in runs(tmp_path)}
     assert points == {"0123456789abcdef": 20, "another": 10}
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_from_another_is_one_in_mlflow_also_if_it_had_begun(tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    (tmp_path / "mine.py").write_text(PACED_MODEL)
+    experiment = Experiment(tmp_path).with_database()
+    experiment.set(**PACED | {"train__epochs": 2, "checkpoint__every_steps": 1000}).run("prepare")
+    experiment.run("train", "--stop-after-epochs", "1", expect=75)
+    (source,) = (tmp_path / "runs").glob("*")
+    experiment.set(**PACED | {"train__epochs": 2, "checkpoint__every_steps": 1000}, dist__strategy="allreduce")
+    slow.touch()
+    process = experiment.start("train", SLOW_FILE=str(slow))
+    until(lambda: len(mlflow_runs(experiment)) == 2, process)
+    everybody = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for act in ("suspend", "kill"):
+        for one in everybody:
+            getattr(one, act)()
+    process.communicate()
+    (begun,) = (one for one in (tmp_path / "runs").glob("*") if one != source)
+    assert not list((begun / "checkpoints").glob("step-*"))
+    slow.unlink()
+    assert "with the same bits" in experiment.run("train", "--resume", str(source))
+    runs = mlflow_runs(experiment)
+    assert sorted(one.info.status for one in runs) == ["FINISHED", "KILLED"]
+    (whole,) = (one for one in runs if one.info.status == "FINISHED")
+    assert [one.dataset.name for one in whole.inputs.dataset_inputs] == ["synthetic:6000"]
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as store:
+        kept = store.execute("select key, step from metrics where run_uuid = ?", [whole.info.run_id]).fetchall()
+    assert sorted(kept) == sorted(journaled(begun / "journal.jsonl"))
