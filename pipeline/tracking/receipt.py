@@ -112,8 +112,17 @@ def best_epoch(ends: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def elapsed_seconds(journal: Path) -> float:
-    """Return how long all attempts took together."""
-    return round(sum(line["elapsed_seconds"] for line in read(journal) if line["kind"] == "attempt-ended"), 3)
+    """Return how long all attempts took together; of one that was killed, the time to its last line."""
+    total, began, so_far = 0.0, None, 0.0
+    for line in read(journal):
+        at = line.get("at")
+        if line["kind"] == "started":
+            total, began, so_far = total + so_far, at, 0.0
+        elif line["kind"] == "attempt-ended":
+            total, began, so_far = total + line["elapsed_seconds"], None, 0.0
+        elif isinstance(began, int) and isinstance(at, int):
+            so_far = max(so_far, (at - began) / 1000)
+    return round(total + so_far, 3)
 
 
 def comparable(identity: dict[str, Any]) -> str:

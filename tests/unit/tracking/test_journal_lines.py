@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.config import MachineError
 from pipeline.tracking.journal import CHECKPOINT, CHECKPOINTS, metrics_by_step, read
+from pipeline.tracking.receipt import elapsed_seconds
 
 WHOLE: list[dict[str, Any]] = [
     {"kind": "run", "at": 1, "id": "a", "experiment": "b", "name": "c", "params": {}, "tags": {}},
@@ -76,3 +77,12 @@ def test_metrics_are_found_by_step_in_the_order_of_steps(tmp_path: Path) -> None
 
 def test_the_names_that_every_run_has_on_its_disk_stay() -> None:
     assert (CHECKPOINT, CHECKPOINTS) == ("checkpoint", "checkpoints")
+
+
+def test_the_hours_of_a_start_that_was_killed_count_up_to_its_last_line(tmp_path: Path) -> None:
+    killed = [("started", 1_000), ("metrics", 5_000), ("checkpoint", 9_500)]
+    stopped = [("started", 100_000), ("checkpoint", 102_000), ("attempt-ended", 103_000), ("ended", 104_000)]
+    whole = {line["kind"]: line for line in reversed(WHOLE)}
+    for events, seconds in ((killed, 8.5), (stopped, 0.5), (killed + stopped, 9.0), (stopped + killed, 9.0), (killed + killed, 17.0)):
+        lines(tmp_path, *(whole[kind] | {"at": at} for kind, at in events))
+        assert elapsed_seconds(tmp_path / "journal.jsonl") == seconds
