@@ -30,9 +30,14 @@ DIVERGED = 5
 class Candidate:
     """One combination of values."""
 
-    name: str
+    # KEY=VALUE each.
+    pairs: list[str]
     config: Config
     plan: Plan
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.pairs)
 
     @property
     def diverged(self) -> bool:
@@ -101,7 +106,7 @@ def candidates_of(values: list[str], paths: Paths) -> list[Candidate]:
         models.check_frozen(config.model.frozen, config.dist.strategy)
         parallel.check(config.dist)
         config = config.model_copy(update={"model": models.with_source(config.model, paths.root)})
-        one = Candidate(" ".join(f"{key}={text}" for key, (text, _) in chosen.items()), config, plan(config, paths))
+        one = Candidate([f"{key}={text}" for key, (text, _) in chosen.items()], config, plan(config, paths))
         found.append(one)
         if (other := names.setdefault(one.plan.job.run, one.name)) != one.name or len(names) < len(found):
             raise ConfigError(f"sweep: {other} and {one.name} are the same experiment; remove one of them")
@@ -116,7 +121,7 @@ def values_of(key: str, text: str) -> list[tuple[str, Any]]:
         found: list[Any] = yaml.safe_load(f"[{text}]")
     except yaml.YAMLError:
         raise ConfigError(f"sweep: {key}={text}: is not YAML; write for example train.learning_rate=0.01,0.1") from None
-    written = text.split(",")
+    written = [one.strip() for one in text.split(",")]
     return list(zip(written if len(written) == len(found) else map(json.dumps, found), found, strict=True))
 
 
@@ -149,7 +154,7 @@ def report(candidates: list[Candidate], winner: Candidate, table: dict[str, list
     done = sum(journals.reached(candidate.plan.job.journal, evaluated=False) for candidate in candidates)
     whole = sum(candidate.plan.steps for candidate in candidates)
     say(f"{winner.name} won and is in {winner.plan.job.run}; {done:,} steps were trained, where all candidates to the end are {whole:,}")
-    say(f"to make it the experiment: dvc exp run {' '.join(f'-S {one}' for one in winner.name.split())}")
+    say(f"to make it the experiment: {shlex.join(['dvc', 'exp', 'run', *(word for pair in winner.pairs for word in ('-S', pair))])}")
 
 
 def figure(accuracy: float) -> str:

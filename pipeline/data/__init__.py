@@ -2,7 +2,7 @@
 
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -138,17 +138,27 @@ def _own(name: str, request: Request) -> Raw:
     file, function = name.rsplit(":", 1)
     with own_code.Blamed("data.name", name):
         raw = getattr(own_code.load(file, text), function)(replace(request, name=name, argument=None))
-    if not isinstance(raw, Raw):
-        raise DataError(f"data.name: {name} returned {type(raw).__name__}; it must return a pipeline.data.Raw")
-    splits = {"train": raw.train, "test": raw.test, "validation": raw.validation}
-    checked = {key: None if split is None else _checked(f"data.name: {name}, {key}", split) for key, split in splits.items()}
-    return replace(raw, **checked, class_names=[str(one) for one in raw.class_names])
+        if not isinstance(raw, Raw):
+            raise DataError(f"data.name: {name} returned {type(raw).__name__}; it must return a pipeline.data.Raw")
+        splits: dict[str, Any] = {"train": raw.train, "test": raw.test, "validation": raw.validation}
+        if missing := [key for key in ("train", "test") if splits[key] is None]:
+            raise DataError(f"data.name: {name}, {missing[0]}: is None; only validation may be None")
+        checked = {key: None if split is None else _checked(f"data.name: {name}, {key}", split) for key, split in splits.items()}
+        names: Any = raw.class_names
+        if isinstance(names, str) or not isinstance(names, Iterable):
+            raise DataError(f"data.name: {name}, class_names: is {type(names).__name__}; it must be a list of names")
+        return replace(raw, **checked, class_names=[str(one) for one in names])
 
 
-def _checked(where: str, split: Split) -> Split:
+def _checked(where: str, split: Any) -> Split:
     """Images and labels as the store takes them; raises DataError for what cannot be such."""
-    images, labels = np.asarray(split[0]), np.asarray(split[1])
+    wanted = "they must be uint8 [N, channels, side, side] and whole numbers [N]"
+    try:
+        images, labels = np.asarray(split[0]), np.asarray(split[1])
+    except (TypeError, ValueError, LookupError) as error:
+        # Such as images of unequal shapes.
+        raise DataError(f"{where}: are no arrays of images and labels ({(str(error).splitlines() or [''])[0]}); {wanted}") from None
     if images.dtype != np.uint8 or images.ndim != 4 or labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
         found = f"{images.dtype} {list(images.shape)} and {labels.dtype} {list(labels.shape)}"
-        raise DataError(f"{where}: images and labels are {found}; they must be uint8 [N, channels, side, side] and whole numbers [N]")
+        raise DataError(f"{where}: images and labels are {found}; {wanted}")
     return Split(images, labels.astype(np.int64))

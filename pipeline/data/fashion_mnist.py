@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import logging
-import os
 import shutil
 import subprocess
 import tempfile
@@ -15,6 +14,7 @@ import numpy as np
 
 from pipeline.config import DataError
 from pipeline.data import Raw, Request, Split
+from pipeline.files import atomic_folder, make_folder
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +47,12 @@ def load(request: Request) -> Raw:
 
 def find(downloads: Path) -> Path:
     """Return the folder that has the files, or download them into this one; raises DataError where nobody has them."""
-    tried: list[str] = []
-    for folder in (INSTALLED, downloads):
-        if (folder / "t10k-labels-idx1-ubyte.gz").exists():
-            return folder
-        tried.append(str(folder))
-    downloads.parent.mkdir(parents=True, exist_ok=True)
+    if (INSTALLED / "t10k-labels-idx1-ubyte.gz").exists():
+        return INSTALLED
+    if all((downloads / name).exists() or (downloads / f"{name}.gz").exists() for name in DIGESTS):
+        return downloads
+    tried = [str(INSTALLED), str(downloads)]
+    make_folder(downloads.parent)
     for source in (_from_mirrors, _from_debian):
         with tempfile.TemporaryDirectory(dir=downloads.parent, prefix=".fetching-") as scratch:
             try:
@@ -68,12 +68,9 @@ def find(downloads: Path) -> Path:
 
 def _keep(found: Path, downloads: Path) -> None:
     """Move a complete download into place: a reader sees all of it or nothing."""
-    whole = found.parent / "whole"
-    whole.mkdir()
-    for name in DIGESTS:
-        shutil.copyfile(found / f"{name}.gz", whole / f"{name}.gz")
-    shutil.rmtree(downloads, ignore_errors=True)
-    os.replace(whole, downloads)
+    with atomic_folder(downloads) as whole:
+        for name in DIGESTS:
+            shutil.copyfile(found / f"{name}.gz", whole / f"{name}.gz")
 
 
 def _from_mirrors(scratch: Path) -> Path:

@@ -4,6 +4,7 @@ import logging
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,8 @@ SETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "usps": ("USPS", {"train": True}, {"train": False}),
 }
 DIGITS = [str(digit) for digit in range(10)]
+# Of MNIST's and USPS's files no digest is checked: parsing raises these where they are damaged.
+DAMAGED = (RuntimeError, OSError, EOFError, ValueError, TypeError, LookupError, AssertionError)
 
 
 def load(request: Request) -> Raw:
@@ -53,12 +56,29 @@ def _read(kind: Any, folder: Path, download: bool, name: str, which: dict[str, A
     try:
         if download:
             folder.mkdir(exist_ok=True)
-        return kind(str(folder), download=download, **which)
-    except (RuntimeError, OSError, EOFError, HTTPException) as error:
+        part = kind(str(folder), download=download, **which)
+        if not 0 < len(part.data) == len(_labels(part)):
+            raise ValueError(f"{len(part.data)} images and {len(_labels(part))} labels")
+        return part
+    except (*DAMAGED, HTTPException) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
+        elsewhere = isinstance(error, URLError | HTTPException) or getattr(error, "errno", None)
+        if download and not elsewhere and (damaged := _damaged(kind, folder)):
+            raise DataError(f"{damaged}: is not as it is known ({reason}); remove it and run again") from None
         files = f"{kind.__name__}/raw with the unpacked files" if hasattr(kind, "resources") else getattr(kind, "filename", "its files")
         cure = f"put {files} there, or set data.root to a folder that has them"
         raise DataError(f"{folder}: {name} is not there, or not as it is known ({reason}); {cure}") from None
+
+
+def _damaged(kind: Any, folder: Path) -> Path | None:
+    """Return what torchvision could not read and would not download again, as it is there."""
+    from torchvision.datasets.utils import check_integrity
+
+    if hasattr(kind, "resources"):
+        raw = folder / kind.__name__ / "raw"
+        return raw if all((raw / Path(packed).stem).is_file() for packed, _ in kind.resources) else None
+    known = getattr(kind, "split_list", {}).values()
+    return next((folder / file for _, file, md5 in known if (folder / file).is_file() and not check_integrity(folder / file, md5)), None)
 
 
 def _unpacked(kind: Any, root: Path, downloads: Path) -> Path:

@@ -123,6 +123,8 @@ def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, An
     matplotlib.use("agg")
     from matplotlib import pyplot
 
+    # Names of classes may have dollars, and are no formulas.
+    matplotlib.rcParams["text.parse_math"] = False
     return pyplot.subplots(rows, columns, figsize=size, layout="constrained")
 
 

@@ -1,16 +1,21 @@
 """Successive halving for real: rungs are stops, and the winner has the bits of a training that nothing interrupted."""
 
+import shlex
+import shutil
 import signal
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from dvc.utils.cli_parse import to_path_overrides
+from dvc.utils.hydra import apply_overrides
 
 from pipeline.config import Config, ConfigError
 from pipeline.files import Paths, write_checksummed_json
-from pipeline.sweep import Candidate, candidates_of, rungs, values_of
+from pipeline.params import load
+from pipeline.sweep import Candidate, candidates_of, report, rungs, values_of
 from pipeline.tracking.journal import Journal
-from tests.kit.experiment import Experiment
+from tests.kit.experiment import ROOT, Experiment
 from tests.kit.trainings import mlflow_runs
 from tests.kit.waiting import until
 
@@ -78,6 +83,28 @@ def test_values_are_combined(tmp_path: Path) -> None:
     assert [one.config.train.clip_norm for one in found] == [None, 1.0, None, 1.0]
     lists = values_of("dist.lanes_per_rank", "[2,2],[1,3]")
     assert lists == [("[2, 2]", [2, 2]), ("[1, 3]", [1, 3])]
+
+
+def test_the_last_line_makes_the_winner_the_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experiment = Experiment(tmp_path).set(**SETTINGS)
+    experiment.run("prepare")
+    paths = Paths(experiment.params)
+    found = candidates_of(["train.learning_rate=0.1, 0.2", "train.clip_norm=null , 1.0"], paths)
+    assert found[3].pairs == ["train.learning_rate=0.2", "train.clip_norm=1.0"]
+    lists = [f"model.frozen={text}" for text, _ in values_of("model.frozen", "[conv1], [conv1,bn1]")]
+    winner = Candidate([*found[3].pairs, lists[1], "model.weights=my weights.pt"], found[3].config, found[3].plan)
+    report(found, winner, {winner.name: ["0.5"]})
+    command = capsys.readouterr().err.splitlines()[-1].partition("to make it the experiment: ")[2]
+    assert command.startswith("dvc exp run -S train.learning_rate=0.2 -S train.clip_norm=1.0 -S 'model.frozen=[")
+    words = shlex.split(command)
+    assert words[3::2] == ["-S"] * 4
+    # As DVC takes them.
+    ((file, overrides),) = to_path_overrides(words[4::2]).items()
+    shutil.copy(ROOT / file, tmp_path / "all-keys.yaml")
+    apply_overrides(tmp_path / "all-keys.yaml", overrides)
+    config = load(tmp_path / "all-keys.yaml")
+    assert (config.train.learning_rate, config.train.clip_norm) == (0.2, 1.0)
+    assert (config.model.frozen, config.model.weights) == (["conv1", "bn1"], "my weights.pt")
 
 
 def test_a_rung_is_reached_with_its_validation_and_what_comes_later_changes_no_decision(tmp_path: Path) -> None:

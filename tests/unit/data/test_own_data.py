@@ -62,14 +62,34 @@ def test_a_data_set_is_prepared_from_a_function(root: Path) -> None:
             DataError,
             r"load, test: .* and int32 \[8\]; they must",
         ),
+        (f"{RAW}(images, labels), None, [1])", DataError, "data.name: data_of_mine.py:load, test: is None; only validation may be None"),
+        (f"{RAW.removesuffix('Split')}None, Split(images, labels), [1])", DataError, "load, train: is None; only validation may be None"),
+        (
+            f"{RAW.removesuffix('Split')}3, Split(images, labels), [1])",
+            DataError,
+            r"load, train: are no arrays of images and labels \(.*int",
+        ),
+        (f"{RAW}(images, labels), Split(images, labels), None)", DataError, "load, class_names: is NoneType; it must be a list of names"),
+        (f"{RAW}(images, labels), Split(images, labels), 'cat')", DataError, "load, class_names: is str; it must be a list of names"),
+        (
+            f"{RAW}([images[0], images[0, :, 1:]], labels[:2]), Split(images, labels), [1])",
+            DataError,
+            r"data.name: data_of_mine.py:load, train: are no arrays of images and labels \(.*inhomogeneous.*\); they must be uint8",
+        ),
+        (
+            f"{RAW}(images, labels), Split(Lazy(), labels), [1])\nclass Lazy:\n    def __array__(self, *_, **__): open('nowhere')",
+            ConfigError,
+            r"data.name: data_of_mine.py:7: FileNotFoundError: ",
+        ),
         ("    open('nowhere')", ConfigError, r"data.name: data_of_mine.py:\d: FileNotFoundError: "),
         ("    from pipeline.config import DataError\n    raise DataError('no images')", DataError, "^no images"),
     ],
 )
 def test_what_goes_wrong_in_it_is_one_line(root: Path, body: str, kind: type[Exception], said: str) -> None:
     (root / "data_of_mine.py").write_text(f"def load(request):\n{body}\n")
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=said) as error:
         prepare.run(Config.model_validate(settings(data={"name": "data_of_mine.py:load"})), Paths(root / "params.yaml"))
+    assert "\n" not in str(error.value)
 
 
 def test_the_documents_own_data_set_reads_torchvisions_flowers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
