@@ -96,7 +96,7 @@ class RankStage:
             return Membership(Node.alone(self._job, gpus))
         from pipeline.cluster.leader import lead_job
 
-        members = lead_job(self._stage, self._job, progress.say)
+        members = lead_job(self._stage, self._job, progress.say, lambda: stop.signal is not None)
         members.node = replace(members.node, gpus=gpus)
         return members
 

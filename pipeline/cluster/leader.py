@@ -26,12 +26,16 @@ from pipeline.runs.status import STOPPED, StopRequested
 PRESENCE_SECONDS = 5
 
 
-def lead_job(stage: Literal["train", "evaluate"], job: Job, say: Callable[[str], None]) -> Membership:
+def lead_job(stage: Literal["train", "evaluate"], job: Job, say: Callable[[str], None], requested: Callable[[], bool]) -> Membership:
     """Return the membership of a job once all its machines are there; StopRequested if a signal comes first."""
     host, port = split(os.environ[STORE])
     dist = job.config.dist
-    if STOP_FILE in os.environ and Path(os.environ[STOP_FILE]).exists():
-        raise StopRequested("stopped on request before it began")
+
+    def check() -> None:
+        if requested() or (STOP_FILE in os.environ and Path(os.environ[STOP_FILE]).exists()):
+            raise StopRequested("stopped on request before it began")
+
+    check()
     size = Size.read(os.environ.get(SIZE))
     elastic = stage == "train" and job.elastic
     # Where machines come and go there may be others later.
@@ -46,6 +50,8 @@ def lead_job(stage: Literal["train", "evaluate"], job: Job, say: Callable[[str],
         raise StopRequested("stopped on request while it waited for workers")
 
     with on_stop_request(stop):
+        # What came before these signals were handled here.
+        check()
         members = MultiNode(node, offer, connect(host, port), say, size=size)
         try:
             # Bound to one address, the store is at no other.

@@ -112,8 +112,10 @@ def _open(host: str, port: int, descriptor: int | None, job: str = "") -> Cluste
     timeout, where = timedelta(seconds=TIMEOUT_SECONDS), endpoint(host, port)
     try:
         store = TCPStore(host, port, is_master=descriptor is not None, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor)
-    except RuntimeError:
-        raise PeerError(f"{where}: something answers, but it is no leader; is the port right?") from None
+    except RuntimeError as error:
+        silent = "trying to connect" in str(error)
+        why = "no leader answers; has it ended?" if silent else "something answers, but it is no leader; is the port right?"
+        raise PeerError(f"{where}: {why}") from None
     _limit_silence(port)
     return ClusterStore(PrefixStore(job, store) if job else store, where)  # pyright: ignore[reportArgumentType]
 

@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
+from pipeline.cluster.leader import lead_job
 from pipeline.cluster.membership import MultiNode
 from pipeline.cluster.messages import Reply
 from pipeline.cluster.store import ClusterStore
 from pipeline.launch.node import Node
 from pipeline.lead import SignalRelay, wait_for_goodbyes
+from pipeline.process_tree import STOP_FILE, STORE
+from pipeline.runs.status import StopRequested
 from tests.kit.driver import driver
-from tests.kit.experiment import ROOT
+from tests.kit.experiment import ROOT, make_job
 from tests.kit.machines import offer_of
 
 
@@ -85,3 +88,16 @@ def test_a_worker_that_starts_as_all_are_stopped_still_reads_how_it_ended(comes:
     clock = Seconds(come if comes else lambda: None)
     wait_for_goodbyes(store, 1, 0.0, relay, clock)
     assert seconds <= clock.now < seconds + 1
+
+
+def test_a_stop_request_that_came_before_its_wait_for_workers_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STORE, "127.0.0.1:1")
+    monkeypatch.setattr("pipeline.cluster.leader._offer", lambda *_: None)
+    job, stop_file = make_job(tmp_path, dist__nodes=2), tmp_path / "stop"
+    # By a signal to this process, or by a file, at once or while the offer was made.
+    for answers in ([True], [False, True]):
+        with pytest.raises(StopRequested, match="stopped on request before it began"):
+            lead_job("train", job, print, lambda left=answers: left.pop(0))
+    monkeypatch.setenv(STOP_FILE, str(stop_file))
+    with pytest.raises(StopRequested, match="stopped on request before it began"):
+        lead_job("train", job, print, lambda: bool(stop_file.touch()))

@@ -1,6 +1,8 @@
 """The machines' store on a real TCPStore: what one writes the others read, whatever happens to a writer."""
 
+import contextlib
 import socket
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -94,3 +96,24 @@ def test_a_store_whose_leader_is_gone_says_so() -> None:
     with pytest.raises(PeerError, match=f"127.0.0.1:{number}: the leader is gone"):
         for _ in range(3):
             worker.get("value")
+
+
+def test_no_leader_and_what_is_no_leader_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.cluster.store.TIMEOUT_SECONDS", 1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        answering = other.getsockname()[1]
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    one, _ = other.accept()
+                    one.recv(10)
+                    one.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                    one.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(PeerError, match=r"something answers, but it is no leader; is the port right\?"):
+            connect("127.0.0.1", answering)
+        other.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(PeerError, match=rf"127.0.0.1:{answering}: no leader answers; has it ended\?"):
+        connect("127.0.0.1", answering)
