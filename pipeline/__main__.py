@@ -121,7 +121,9 @@ def parser() -> argparse.ArgumentParser:
     result = "a receipt, a folder with one, or a run's folder (default: models/)"
     each["verify"].add_argument("result", nargs="?", type=Path, metavar="RESULT", help=result)
     each["verify"].add_argument("--all", action="store_true", dest="everything", help="every finished run in runs/")
-    each["verify"].add_argument("--world-size", type=number(1, 10000), metavar="N", help="on N ranks of this machine")
+    each["verify"].add_argument(
+        "--world-size", type=number(1, 10000), metavar="N", help="on N ranks of this machine; at most one for each GPU"
+    )
     each["verify"].add_argument("--from-step", type=number(0, 10**9), default=0, metavar="S", help="from the checkpoint of step S")
     each["verify"].add_argument("--steps", type=number(1, 10**9), metavar="K", help="K steps alone")
     named = "a run's folder (default: that whose journal was written last)"

@@ -16,7 +16,7 @@ from pipeline.console import Progress
 from pipeline.data import store
 from pipeline.files import Paths, atomic_folder, atomic_write
 from pipeline.hardware import machine
-from pipeline.hardware.placement import slow_on_cpus
+from pipeline.hardware.placement import said_of_fewer, slow_on_cpus
 from pipeline.job import Job
 from pipeline.plan import Plan, plan
 from pipeline.report import plots
@@ -61,9 +61,8 @@ def run(config: Config, paths: Paths, resume: Path | None = None, stop_after_epo
         imported = import_run(resume, job, planned.identity, header(job, name)) if resume else None
         progress = Progress(job.journal, planned.steps, planned.steps_per_epoch, job.until)
         progress.say(what_begins(job, planned.manifest.name))
-        if job.config.dist.world_size < config.dist.world_size:
-            fewer = f"world size {job.config.dist.world_size} and not {config.dist.world_size}"
-            progress.say(f"{fewer}, as ranks that share a GPU are slow; the bits are the same")
+        if fewer := said_of_fewer(config.dist, job.config.dist):
+            progress.say(fewer)
         for slow in slow_on_cpus(job.config.dist, planned.placement, machine.detect()) if job.device == "cpu" else ():
             progress.say("; ".join(slow))
         if imported:

@@ -15,6 +15,7 @@ from pipeline.config import Config, ConfigError, DataError, MachineError
 from pipeline.console import Progress
 from pipeline.data import store
 from pipeline.files import Paths
+from pipeline.hardware.placement import Placement, said_of_fewer
 from pipeline.job import Job, first_weights
 from pipeline.plan import resolved
 from pipeline.report import difference
@@ -69,11 +70,9 @@ def on_ranks(config: Config, world_size: int | None) -> Config:
     """The same experiment on another number of ranks of this machine."""
     if world_size is None:
         return config
-    dist = config.dist
+    dist, placement = config.dist, dict[str, int | None]()
     if dist.reduction == "ordered":
         placement = {"batch_size_per_gpu": None, "global_batch": dist.images_per_step, "accumulation": 1, "lanes_per_rank": None}
-    else:
-        placement = {}
     values = config.model_dump() | {"dist": dist.model_dump() | placement | {"world_size": world_size, "nodes": 1, "replicas": 1}}
     try:
         return Config.model_validate(values)
@@ -81,9 +80,18 @@ def on_ranks(config: Config, world_size: int | None) -> Config:
         raise ConfigError(f"--world-size: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
 
 
+def placed(config: Config, world_size: int | None) -> tuple[Config, Placement]:
+    """The same experiment where it is computed again; people hear if that is on fewer ranks than they asked for."""
+    asked = on_ranks(config, world_size)
+    found, placement = resolved(asked)
+    if fewer := said_of_fewer(asked.dist, found.dist):
+        print(fewer, file=sys.stderr)
+    return found, placement
+
+
 def verified(claim: Claim, paths: Paths, from_step: int, steps: int | None, world_size: int | None) -> int:
     """Compute it again and print the verdict; returns 0, 1 or 4."""
-    config, placement = resolved(on_ranks(claim.config, world_size))
+    config, placement = placed(claim.config, world_size)
     data = {name: claim.identity[name] for name in DATA if name in claim.identity}
     first = first_weights(config, paths.root)
     differing, source = differences(claim.identity, run_identity(config, placement, data, first))

@@ -67,6 +67,12 @@ def a_gpu_each(config: Config, machine: Machine) -> Config:
     return config.model_copy(update={"dist": dist.model_copy(update=fewer_ranks(dist, gpus) | shares)})
 
 
+def said_of_fewer(asked: Dist, dist: Dist) -> str:
+    """What people hear where there are fewer ranks than they asked for, or nothing."""
+    fewer = f"world size {dist.world_size} and not {asked.world_size}"
+    return f"{fewer}, as ranks that share a GPU are slow; the bits are the same" if dist.world_size < asked.world_size else ""
+
+
 def fewer_ranks(dist: Dist, most: int) -> dict[str, int]:
     """Return the settings of the same experiment with as many ranks as possible, but no more than `most` per machine."""
     sizes = [size for size in range(dist.nodes * max(most, 1), 0, -dist.nodes) if dist.strategy != "fsdp" or dist.pieces % size == 0]

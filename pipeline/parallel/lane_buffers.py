@@ -1,7 +1,7 @@
 """A model's buffers (BatchNorm's statistics) over the lanes of a step."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class LaneBuffers:
         self._under_way: Any = None
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def kept(self) -> Generator[None]:
         """In the end all are what they were."""
         before = [[buffer.clone() for buffer in buffers] for buffers in self._lists]
         yield

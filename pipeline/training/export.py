@@ -61,9 +61,9 @@ def exported(classifier: Classifier, example: Tensor) -> bytes | None:
     try:
         # "AUTO": the number of images is free where the model allows it.
         program = torch.export.export(classifier, (example,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
-    except (MemoryError, torch.OutOfMemoryError):
+    except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - its tracer raises whatever the forward meets
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError) as error:
         said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         log.warning("torch.export cannot take this model, so MLflow gets none that loads by itself: %s", said)
         return None

@@ -6,7 +6,7 @@ from pipeline.config import Config, ConfigError, Dist, MachineError
 from pipeline.hardware import machine as here
 from pipeline.hardware import placement
 from pipeline.hardware.machine import Machine
-from pipeline.hardware.placement import a_gpu_each, as_many_ranks, fewer_ranks, resolve, slow_on_cpus
+from pipeline.hardware.placement import a_gpu_each, as_many_ranks, fewer_ranks, resolve, said_of_fewer, slow_on_cpus
 from pipeline.plan import resolved
 from tests.kit.experiment import settings
 
@@ -61,6 +61,8 @@ def test_more_ranks_than_gpus_become_one_for_each_and_stay_the_same_experiment()
         assert (placed.dist.world_size, placed.dist.images_per_step, placed.dist.pieces) == (size, 96, 4)
         assert Config.model_validate(placed.model_dump()).identity("", "", "") == asked.identity("", "", "")
         assert resolve(placed, machine).backend == "nccl"
+        assert said_of_fewer(asked.dist, placed.dist).startswith(f"world size {size} and not 4, as ranks that share a GPU are slow")
+    assert said_of_fewer(asked.dist, asked.dist) == ""
 
 
 def test_one_gpu_and_two_ranks_are_planned_as_one_rank_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
