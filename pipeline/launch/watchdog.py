@@ -13,6 +13,7 @@ from pipeline import heartbeat
 from pipeline.hardware.cgroup import oom_kills
 from pipeline.heartbeat import AT_WORK, COMPUTING, FINISHING, LEAVING, Snapshot
 from pipeline.launch.failures import HUNG, Failure
+from pipeline.process_tree import FirstSeen, status_of
 from pipeline.timeouts import START_SECONDS
 
 CHECK_SECONDS = 0.5
@@ -31,6 +32,7 @@ class Watchdog:
         self._logs, self._ranks, self._others, self._limit, self._say = logs, ranks, others, limit_seconds, say
         self._checked_at = self._changed_at = self._complete_at = self._window_at = time.monotonic()
         self._folder: Path | None = None
+        self._processes = FirstSeen()
         self._seen, self._alive = dict[int, Snapshot](), dict[int, Snapshot]()
         self._warned_of_idle, self._warned_of_slow, self._hung_attempt = False, False, -1
         self._waited_for: dict[int, float] = {}
@@ -38,7 +40,7 @@ class Watchdog:
 
     def started(self, folder: Path) -> None:
         """Watch the ranks of a new attempt, whose heartbeats are in this folder."""
-        self._folder = folder
+        self._folder, self._processes = folder, FirstSeen()
 
     def check(self) -> Failure | None:
         """Return a failure if no rank has advanced for the timeout, with the rank that holds the others up; all stacks are then written."""
@@ -55,7 +57,7 @@ class Watchdog:
         self._count_oom_kills(now)
         folder, attempt = self._folder, int(self._folder.name.partition("_")[2]) if self._folder else 0
         snapshots = {local: snapshot for local in range(self._ranks) if folder and (snapshot := heartbeat.read(folder / str(local)))}
-        alive = {local: snapshot for local, snapshot in snapshots.items() if self._is_alive(snapshot.pid)}
+        alive = {local: snapshot for local, snapshot in snapshots.items() if self._processes.runs(snapshot.pid)}
         if snapshots != self._seen or (snapshots and not alive):
             self._seen, self._changed_at, self._hung_attempt = snapshots, now, -1
         self._complete_at = now if len(alive) == len(snapshots) else self._complete_at
@@ -90,18 +92,10 @@ class Watchdog:
         if self._oom_kills > before:
             self._oom_killed_at = now
 
-    def _is_alive(self, pid: int) -> bool:
-        """Return True if this process is still the rank: its pid may have been reused."""
-        try:
-            process = psutil.Process(pid)
-            return process.status() != psutil.STATUS_ZOMBIE and any(str(self._logs) in word for word in process.cmdline())
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            return False
-
     def _straggler(self, alive: dict[int, Snapshot]) -> tuple[int | None, str, bool]:
         """Return rank (or None), a description, and True if it only waits for another machine: the rank that holds the others up."""
         for snapshot in alive.values():
-            if _status(snapshot.pid) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            if status_of(snapshot.pid) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
                 return snapshot.rank, f"rank {snapshot.rank} is stopped (SIGSTOP) in step {snapshot.step}", False
         if len(alive) < self._ranks:
             return None, f"{self._ranks - len(alive)} of {self._ranks} ranks here have not begun", False
@@ -115,7 +109,7 @@ class Watchdog:
 
     def _hung(self, alive: dict[int, Snapshot], attempt: int, limit: float) -> Failure:
         who, why, waits = self._straggler(alive)
-        states = {snapshot.pid: _status(snapshot.pid) for snapshot in alive.values()}
+        states = {snapshot.pid: status_of(snapshot.pid) for snapshot in alive.values()}
         for snapshot in alive.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(snapshot.pid, signal.SIGUSR1)
@@ -145,10 +139,3 @@ class Watchdog:
                 cure = "look at its device, or where ranks may own unequal numbers, give it fewer lanes (dist.lanes_per_rank)"
                 self._say(f"rank {rank} is slow: the others wait for it {share:.0f} % of the time; {cure}")
         self._waited_for, self._window_at = {}, now
-
-
-def _status(pid: int) -> str:
-    try:
-        return psutil.Process(pid).status()
-    except psutil.NoSuchProcess:
-        return "gone"

@@ -1,5 +1,6 @@
 """Who stands still, who never began, whom nobody should wait for, and when it is enough."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -22,10 +23,10 @@ from tests.kit.waiting import until
 Note = Callable[[str, object], None]
 # A process with a rank's heartbeat, and with nothing else of it: `computing`, `waiting`, `waking up`, `finishing` or `writing` in a step.
 RANK = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from pipeline.heartbeat import FINISHING, Heartbeat
-folder, doing, step = Path(sys.argv[1]), *sys.argv[2:]
+folder, doing, step = Path(os.environ["FOLDER"]), *sys.argv[1:]
 heartbeat = Heartbeat(folder)
 heartbeat.set_rank(int(folder.name))
 heartbeat.computing(int(step))
@@ -54,7 +55,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def one(local: int, doing: str, step: int) -> "subprocess.Popen[bytes]":
         folder = tmp_path / "job" / "attempt_0" / str(local)
         folder.mkdir(parents=True)
-        started.append(subprocess.Popen([sys.executable, "-c", RANK, str(folder), doing, str(step)], cwd=ROOT))
+        # Nothing of its title is the run's, as there is no room in that of a spawned one.
+        words = [sys.executable, "-c", RANK, doing, str(step)]
+        started.append(subprocess.Popen(words, cwd=ROOT, env=os.environ | {"FOLDER": str(folder)}))
         until((folder / "heartbeat").exists, started[-1])
         return started[-1]
 
@@ -87,6 +90,19 @@ def test_the_rank_that_all_wait_for_is_named_with_all_stacks(start: Start, tmp_p
     stacks = [path.read_text() for path in tmp_path.rglob("stacks.log")]
     assert len(stacks) == 2
     assert all("most recent call first" in one for one in stacks)
+
+
+def test_another_process_with_the_pid_of_a_lost_rank_is_no_rank(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(0, "computing", 7)
+    dog = watching(tmp_path, 1, True, 0.5)
+    until(lambda: dog.check() or dog._alive, seconds=30, every_seconds=0.05)
+    # Its pid stays, and psutil finds a process that began at another time.
+    monkeypatch.setattr(psutil.Process, "_get_ident", lambda self: (self.pid, -1.0))
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        assert dog.check() is None
+        time.sleep(0.05)
+    assert not dog._alive
 
 
 def test_a_warning_of_a_rank_that_stands_still_does_not_use_up_that_of_a_slow_one(
