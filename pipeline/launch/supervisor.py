@@ -157,6 +157,8 @@ class Supervisor:
             self._observer.say(event["text"])
         elif kind == "stopping":
             self.result.agent_was_stopped = True
+        elif kind == "agent-failed":
+            self.result.agent_error = event["cause"]
 
     def _check_watchdog(self) -> None:
         """Take the watchdog's word for a rank that hangs."""

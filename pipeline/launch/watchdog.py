@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from pipeline import heartbeat
-from pipeline.hardware.cgroup import oom_kills
+from pipeline.hardware.cgroup import OomKills
 from pipeline.heartbeat import AT_WORK, COMPUTING, FINISHING, LEAVING, OUTSIDE, Snapshot
 from pipeline.launch.failures import HUNG, Failure
 from pipeline.process_tree import FirstSeen, status_of
@@ -38,7 +38,7 @@ class Watchdog:
         self._seen, self._alive, self._judged = dict[int, tuple[float, Snapshot]](), dict[int, Snapshot](), dict[int, Snapshot]()
         self._warned_of_idle, self._warned_of_slow, self._hung_attempt = False, False, -1
         self._waited_for: dict[int, float] = {}
-        self._oom_kills, self._oom_killed_at = oom_kills(), -60.0
+        self._oom_kills = OomKills()
 
     def started(self, folder: Path) -> None:
         """Watch the ranks of a new attempt, whose heartbeats are in this folder."""
@@ -56,7 +56,7 @@ class Watchdog:
             self._changed_at += since
             self._complete_at += since
             self._window_at += since
-        self._count_oom_kills(now)
+        self._oom_kills.noticed_at(now)
         folder, attempt = self._folder, int(self._folder.name.partition("_")[2]) if self._folder else 0
         snapshots = {local: snapshot for local in range(self._ranks) if folder and (snapshot := heartbeat.read(folder / str(local)))}
         self._alive = {local: snapshot for local, snapshot in snapshots.items() if self._processes.runs(snapshot.pid)}
@@ -93,13 +93,7 @@ class Watchdog:
 
     def oom_killed(self) -> bool:
         """Return True if the kernel killed a process for lack of memory when a rank was lost."""
-        self._count_oom_kills(time.monotonic())
-        return abs(self._oom_killed_at - self._complete_at) < NEAR_SECONDS
-
-    def _count_oom_kills(self, now: float) -> None:
-        before, self._oom_kills = self._oom_kills, oom_kills()
-        if self._oom_kills > before:
-            self._oom_killed_at = now
+        return abs(self._oom_kills.noticed_at(time.monotonic()) - self._complete_at) < NEAR_SECONDS
 
     def _straggler(self, alive: dict[int, Snapshot]) -> tuple[int | None, str, bool]:
         """Return rank (or None), a description, and True if it only waits for another machine: the rank that holds the others up."""
