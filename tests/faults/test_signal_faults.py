@@ -213,3 +213,22 @@ def test_a_stop_while_torchrun_starts_its_ranks_is_a_stop(experiment: Experiment
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 75, said
     assert not server.is_running()
+
+
+@pytest.mark.fault(38, "SIGTERM to one rank alone; its last checkpoint is on the disk later than the grace and its alarm after that")
+def test_a_rank_that_was_asked_alone_has_all_the_time_it_takes_to_save(experiment: Experiment, record_property: Note) -> None:
+    # The newest one, which takes 15 s to write, is waited for first; the alarm would come after 18 s.
+    experiment.set(**LONGER, dist__grace_seconds=3).run("prepare")
+    words = [sys.executable, "-m", "tests.kit.faulty", "train", "--params", str(experiment.params)]
+    environment = clean_environment() | {"FAULT": "disk:0:0"}
+    process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for_step(experiment, 20, process)
+    asked_at = time.monotonic()
+    ranks_of(process)[0].terminate()
+    said, _ = process.communicate(timeout=90)
+    seconds = time.monotonic() - asked_at
+    assert process.returncode == 75, said
+    assert seconds > 18
+    ended = status(experiment)
+    assert (ended["outcome"], ended["step"]) == ("stopped", int(ended["checkpoint"][-20:-12]))
+    record_property("happened", f"75 at step {ended['step']}, saved {seconds:.1f} s after the signal")
