@@ -15,7 +15,7 @@ from typing import NamedTuple
 FORM = struct.Struct("<6q")
 # With room for the exit reason: on a full disk only what is allocated already can be written.
 SIZE_BYTES = 4096
-STARTING, COMPUTING, WAITING, FINISHING, LEAVING = range(5)
+STARTING, COMPUTING, WAITING, FINISHING, LEAVING, OUTSIDE = range(6)
 AT_WORK = (COMPUTING, FINISHING)
 BEAT_SECONDS = 1
 
@@ -80,6 +80,10 @@ class Heartbeat:
     def leaving(self) -> None:
         """Wait in the last barrier for the peers, of which one may be writing the model."""
         self._show(LEAVING)
+
+    def outside(self) -> None:
+        """Wait outside of any group, perhaps for long; called again and again, so that whoever does not is known to hang."""
+        self._show(OUTSIDE)
 
     def _show(self, phase: int) -> None:
         now = time.monotonic()

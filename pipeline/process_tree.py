@@ -90,3 +90,28 @@ def wait_for_orphans(child: int, seconds: float, given_up: Callable[[], bool]) -
     until = time.monotonic() + seconds
     while time.monotonic() < until and not given_up() and below(child):
         time.sleep(0.1)
+
+
+class FirstSeen:
+    """Processes as they were when their pids were first asked for: a pid may be reused."""
+
+    def __init__(self) -> None:
+        self._processes = dict[int, psutil.Process | None]()
+
+    def runs(self, pid: int) -> bool:
+        """Return True if the process that was first seen under this pid still runs."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if pid not in self._processes:
+                self._processes[pid] = None
+                self._processes[pid] = psutil.Process(pid)
+            process = self._processes[pid]
+            return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+
+def status_of(pid: int) -> str:
+    """Return psutil's word for what a process does, or "gone"."""
+    try:
+        return psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return "gone"

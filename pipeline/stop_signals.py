@@ -15,6 +15,8 @@ from pipeline.process_tree import STORE, dvc_above, is_dvc, kill
 from pipeline.timeouts import STORM_SECONDS
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# What a process ends with that such a signal has ended, or that says so as a shell does.
+STOP_EXITS = tuple(code for number in STOP_SIGNALS for code in (-number, 128 + number))
 
 
 def signal_name(number: int) -> str:

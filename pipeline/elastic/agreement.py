@@ -55,6 +55,8 @@ class Agreed(Stop):
                 self._member.leave()
         outdated = self._ranks.on_rank_zero(self._member.is_outdated, False)
         self._wait = self._ranks.start_maximum(STOP if self._asked and self._leads else REGROUP if outdated else NOTHING)
+        if answer == STOP:
+            self._begin_to_save()
         return answer == STOP
 
     def forget(self) -> None:

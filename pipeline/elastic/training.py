@@ -107,7 +107,7 @@ class ElasticTraining:
 
     def _gives_up(self) -> bool:
         """Asked while this rank waits for others, perhaps long, as a spare."""
-        self._group.heartbeat.waiting()
+        self._group.heartbeat.outside()
         return self._agreed.gives_up(self._handover.at is not None)
 
     def _trained(self) -> bool:

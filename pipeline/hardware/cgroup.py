@@ -29,6 +29,19 @@ def oom_kills(mounted: Path = MOUNTED, own: Path = OWN, whole_machine: Path = WH
     return 0
 
 
+class OomKills:
+    """Notices that the kernel has killed a process for lack of memory."""
+
+    def __init__(self) -> None:
+        self._count, self._noticed_at = oom_kills(), -60.0
+
+    def noticed_at(self, now: float) -> float:
+        """Look, and return when the newest one was noticed."""
+        before, self._count = self._count, oom_kills()
+        self._noticed_at = now if self._count > before else self._noticed_at
+        return self._noticed_at
+
+
 # What a task has, and the job on this machine.
 SLURM_CPUS = ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE")
 

@@ -145,6 +145,8 @@ def launch(config: LaunchConfig, command: str, arguments: list[str], logs: Attem
         report("rendezvous-timeout")
         return 1
     finally:
+        if error := sys.exception():
+            report("agent-failed", cause=f"{type(error).__name__}: {error}")
         if shut_down:
             spec.rdzv_handler.shutdown()
 

@@ -76,6 +76,8 @@ class LaunchResult:
     given_up: str | None = None
     # A signal reached the agent itself.
     agent_was_stopped: bool = False
+    # The error that the agent itself ended with, which asks its ranks to save and stop.
+    agent_error: str = ""
     # The agent has ended, and no report says why.
     unexplained: bool = False
     failures: list[Failure] = field(default_factory=list[Failure])

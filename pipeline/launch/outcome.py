@@ -23,8 +23,8 @@ def judge(result: LaunchResult, job: Job, checkpoint: str | None, command: str) 
     """Return how the newest start in this run's journal ended."""
     end = journal.last(job.journal, "started", "finished", "stopped")["kind"]
     step = journal.reached(job.journal, evaluated=job.weights is not None)
-    if end == "finished" or (result.exit_code == 0 and end != "stopped"):
-        # Also where a signal came when rank 0 had written all.
+    if end == "finished" or (result.exit_code == 0 and end != "stopped" and job.weights is not None):
+        # Also where a signal came when rank 0 had written all. An evaluation writes no such line.
         return Outcome("done", 0, "", None, step, checkpoint, "")
     unsaved = (
         "the evaluation was stopped on request" if job.weights else f"stopped on request after step {step}, when nothing could be saved"
@@ -43,24 +43,26 @@ def _stopped(result: LaunchResult, saved: bool, step: int, unsaved: str) -> tupl
         return INTERRUPTED if result.stopped_by == signal.SIGINT else TERMINATED, "stopped at once by a second signal"
     if saved and result.stopped_by is None and result.exit_code < 0:
         return STOPPED, f"torchrun was ended by {signal_name(-result.exit_code)}; its ranks saved at step {step}"
-    if saved:
+    asked = result.stopped_by is not None or result.agent_was_stopped
+    if saved and (asked or not result.agent_error):
         return STOPPED, f"stopped on request at step {step}"
     final = any(one.exit_code in FINAL_EXITS and not one.waiting for one in result.failures)
-    if not final and (result.stopped_by is not None or result.agent_was_stopped):
+    if not final and asked:
         return STOPPED, unsaved
     return None
 
 
 def _failed(result: LaunchResult, job: Job, end: Outcome) -> Outcome:
     """Return the outcome of ranks that failed, for people and with its exit code."""
-    silent = result.unexplained or not result.failures
+    silent, torchrun = result.unexplained or not result.failures, result.agent_error and f"torchrun's agent failed: {result.agent_error}"
     if silent and shutil.disk_usage(job.run).free < LITTLE_BYTES:
         cause = f"{job.run}: the disk is full, and torchrun died of it; make room"
         return replace(end, outcome="machine", exit_code=MachineError.exit_code, cause=cause)
     if silent and result.nobody_came_back:
         return replace(end, cause=f"a machine was lost before a rank began, and did not come back in {RETURN_SECONDS} s")
     if silent:
-        return replace(end, cause=f"torchrun ended with {result.exit_code} and no word from a rank; see {job.run / 'logs'}")
+        why = torchrun or f"torchrun ended with {result.exit_code} and no word from a rank"
+        return replace(end, cause=f"{why}; see {job.run / 'logs'}")
     failure = result.root_cause()
     end = replace(end, rank=failure.rank, step=max(end.step, failure.step))
     if failure.out_of_memory:
@@ -72,7 +74,7 @@ def _failed(result: LaunchResult, job: Job, end: Outcome) -> Outcome:
         end = replace(end, outcome=name or "failed", exit_code=failure.exit_code if name else PeerError.exit_code, cause=cause)
         # The same settings would diverge again.
         return replace(end, command="") if name == "diverged" else end
-    why = result.given_up or "torchrun gave up"
+    why = result.given_up or torchrun or "torchrun gave up"
     if result.nobody_came_back:
         why = f"the lost machine did not come back in {RETURN_SECONDS} s"
     return replace(end, cause=f"{describe(failure, job.config)}; {why}; logs: {failure.log or job.run / 'logs'}")

@@ -17,7 +17,7 @@ from pipeline.launch.failures import FINAL_EXITS, Failure, LaunchResult, exit_re
 from pipeline.launch.node import Node
 from pipeline.launch.watchdog import Watchdog
 from pipeline.process_tree import adopt_orphans, below, dies_with_parent, kill, wait_for_orphans
-from pipeline.stop_signals import StopRequest
+from pipeline.stop_signals import STOP_EXITS, StopRequest
 
 POLL_SECONDS = 0.1
 # How long to wait for a report from the machine that all others wait for.
@@ -69,6 +69,8 @@ def run(module: str, job: Job, node: Node, lock: int | None, observer: Observer,
     observer.poll()
     result = supervisor.result
     result.stopped_by, result.stopped_at_once, result.exit_code = stop.signal, stop.at_once, 0 if over else exit_code
+    # Before it has ranks it cannot report that.
+    result.agent_was_stopped |= exit_code in STOP_EXITS
     if result.exit_code and node.nodes == 1 and not supervisor.explained:
         # On a full disk the agent itself may die without a report; its ranks have left theirs.
         reasons = exit_reasons(supervisor.folder, node.ranks)
@@ -157,6 +159,8 @@ class Supervisor:
             self._observer.say(event["text"])
         elif kind == "stopping":
             self.result.agent_was_stopped = True
+        elif kind == "agent-failed":
+            self.result.agent_error = event["cause"]
 
     def _check_watchdog(self) -> None:
         """Take the watchdog's word for a rank that hangs."""

@@ -10,9 +10,10 @@ from pathlib import Path
 import psutil
 
 from pipeline import heartbeat
-from pipeline.hardware.cgroup import oom_kills
-from pipeline.heartbeat import AT_WORK, COMPUTING, FINISHING, LEAVING, Snapshot
+from pipeline.hardware.cgroup import OomKills
+from pipeline.heartbeat import AT_WORK, COMPUTING, FINISHING, LEAVING, OUTSIDE, Snapshot
 from pipeline.launch.failures import HUNG, Failure
+from pipeline.process_tree import FirstSeen, status_of
 from pipeline.timeouts import START_SECONDS
 
 CHECK_SECONDS = 0.5
@@ -20,6 +21,8 @@ CHECK_SECONDS = 0.5
 DUMP_SECONDS = 0.3
 # An OOM kill so near to the loss of a rank explains it.
 NEAR_SECONDS = 3
+# A rank outside of any group beats several times a second; one that has not for so long is judged with those that are in one.
+QUIET_SECONDS = 5
 # A rank for which the others wait during so large a share of so much time is slow.
 SLOW_SHARE, SLOW_SECONDS = 0.6, 30
 
@@ -31,14 +34,15 @@ class Watchdog:
         self._logs, self._ranks, self._others, self._limit, self._say = logs, ranks, others, limit_seconds, say
         self._checked_at = self._changed_at = self._complete_at = self._window_at = time.monotonic()
         self._folder: Path | None = None
-        self._seen, self._alive = dict[int, Snapshot](), dict[int, Snapshot]()
+        self._processes = FirstSeen()
+        self._seen, self._alive, self._judged = dict[int, tuple[float, Snapshot]](), dict[int, Snapshot](), dict[int, Snapshot]()
         self._warned_of_idle, self._warned_of_slow, self._hung_attempt = False, False, -1
         self._waited_for: dict[int, float] = {}
-        self._oom_kills, self._oom_killed_at = oom_kills(), -60.0
+        self._oom_kills = OomKills()
 
     def started(self, folder: Path) -> None:
         """Watch the ranks of a new attempt, whose heartbeats are in this folder."""
-        self._folder = folder
+        self._folder, self._processes = folder, FirstSeen()
 
     def check(self) -> Failure | None:
         """Return a failure if no rank has advanced for the timeout, with the rank that holds the others up; all stacks are then written."""
@@ -52,17 +56,18 @@ class Watchdog:
             self._changed_at += since
             self._complete_at += since
             self._window_at += since
-        self._count_oom_kills(now)
+        self._oom_kills.noticed_at(now)
         folder, attempt = self._folder, int(self._folder.name.partition("_")[2]) if self._folder else 0
         snapshots = {local: snapshot for local in range(self._ranks) if folder and (snapshot := heartbeat.read(folder / str(local)))}
-        alive = {local: snapshot for local, snapshot in snapshots.items() if self._is_alive(snapshot.pid)}
-        if snapshots != self._seen or (snapshots and not alive):
-            self._seen, self._changed_at, self._hung_attempt = snapshots, now, -1
-        self._complete_at = now if len(alive) == len(snapshots) else self._complete_at
-        self._alive = alive
+        self._alive = {local: snapshot for local, snapshot in snapshots.items() if self._processes.runs(snapshot.pid)}
+        judged, complete = self._in_a_group(snapshots, now), len(self._alive) == self._ranks
+        alive = {local: snapshot for local, snapshot in judged.items() if local in self._alive}
+        if judged != self._judged or (snapshots and not alive):
+            self._judged, self._changed_at, self._hung_attempt = judged, now, -1
+        self._complete_at = now if len(self._alive) == len(snapshots) else self._complete_at
         self._warn_of_slow(alive, since, now)
         # Imports, all that comes before the first step, and writing the model may take longer than a step.
-        stepping = len(alive) == self._ranks and all(one.step >= 0 and one.phase not in (FINISHING, LEAVING) for one in alive.values())
+        stepping = complete and all(one.step >= 0 and one.phase not in (FINISHING, LEAVING) for one in alive.values())
         limit = self._limit if stepping else max(self._limit, START_SECONDS)
         idle = now - self._changed_at
         if alive and idle > limit / 4 and not self._warned_of_idle:
@@ -74,37 +79,29 @@ class Watchdog:
         self._hung_attempt = attempt
         return self._hung(alive, attempt, limit)
 
+    def _in_a_group(self, snapshots: dict[int, Snapshot], now: float) -> dict[int, Snapshot]:
+        """Return all but those that wait outside of any group and beat: that does not hide one that hangs."""
+        before = self._seen
+        self._seen = {one: before[one] if one in before and before[one][1] == new else (now, new) for one, new in snapshots.items()}
+        return {one: new for one, new in snapshots.items() if new.phase != OUTSIDE or now > self._seen[one][0] + QUIET_SECONDS}
+
     def kill_ranks(self) -> None:
         """Kill the ranks, unless they have got on since they were found to hang; the agent starts them again."""
-        for snapshot in self._alive.values() if self._hung_attempt >= 0 else ():
+        for local in self._judged.keys() & self._alive.keys() if self._hung_attempt >= 0 else ():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(snapshot.pid, signal.SIGKILL)
+                os.kill(self._alive[local].pid, signal.SIGKILL)
 
     def oom_killed(self) -> bool:
         """Return True if the kernel killed a process for lack of memory when a rank was lost."""
-        self._count_oom_kills(time.monotonic())
-        return abs(self._oom_killed_at - self._complete_at) < NEAR_SECONDS
-
-    def _count_oom_kills(self, now: float) -> None:
-        before, self._oom_kills = self._oom_kills, oom_kills()
-        if self._oom_kills > before:
-            self._oom_killed_at = now
-
-    def _is_alive(self, pid: int) -> bool:
-        """Return True if this process is still the rank: its pid may have been reused."""
-        try:
-            process = psutil.Process(pid)
-            return process.status() != psutil.STATUS_ZOMBIE and any(str(self._logs) in word for word in process.cmdline())
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            return False
+        return abs(self._oom_kills.noticed_at(time.monotonic()) - self._complete_at) < NEAR_SECONDS
 
     def _straggler(self, alive: dict[int, Snapshot]) -> tuple[int | None, str, bool]:
         """Return rank (or None), a description, and True if it only waits for another machine: the rank that holds the others up."""
         for snapshot in alive.values():
-            if _status(snapshot.pid) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            if status_of(snapshot.pid) in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
                 return snapshot.rank, f"rank {snapshot.rank} is stopped (SIGSTOP) in step {snapshot.step}", False
-        if len(alive) < self._ranks:
-            return None, f"{self._ranks - len(alive)} of {self._ranks} ranks here have not begun", False
+        if len(self._alive) < self._ranks:
+            return None, f"{self._ranks - len(self._alive)} of {self._ranks} ranks here have not begun", False
         last = min(alive.values(), key=lambda one: (one.step, one.phase not in AT_WORK, one.rank))
         together = len({(one.step, one.phase) for one in alive.values()}) == 1
         if self._others and together and last.phase not in AT_WORK:
@@ -115,14 +112,14 @@ class Watchdog:
 
     def _hung(self, alive: dict[int, Snapshot], attempt: int, limit: float) -> Failure:
         who, why, waits = self._straggler(alive)
-        states = {snapshot.pid: _status(snapshot.pid) for snapshot in alive.values()}
-        for snapshot in alive.values():
+        states = {snapshot.pid: status_of(snapshot.pid) for snapshot in self._alive.values()}
+        for snapshot in self._alive.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(snapshot.pid, signal.SIGUSR1)
                 # A stopped process handles SIGUSR1 once it is continued; it is killed right after.
                 os.kill(snapshot.pid, signal.SIGCONT)
         time.sleep(DUMP_SECONDS)
-        for local, snapshot in alive.items():
+        for local, snapshot in self._alive.items():
             assert self._folder is not None
             with contextlib.suppress(OSError), (self._folder / str(local) / "stacks.log").open("a") as file:
                 file.write(f"rank {snapshot.rank}, process {snapshot.pid}: {states[snapshot.pid]}, step {snapshot.step}\n")
@@ -145,10 +142,3 @@ class Watchdog:
                 cure = "look at its device, or where ranks may own unequal numbers, give it fewer lanes (dist.lanes_per_rank)"
                 self._say(f"rank {rank} is slow: the others wait for it {share:.0f} % of the time; {cure}")
         self._waited_for, self._window_at = {}, now
-
-
-def _status(pid: int) -> str:
-    try:
-        return psutil.Process(pid).status()
-    except psutil.NoSuchProcess:
-        return "gone"

@@ -129,6 +129,38 @@ def test_lanes_move_away_from_a_rank_that_becomes_slow(experiment: Experiment, t
     record_property("happened", f"shares {moved}, bit-equal")
 
 
+@pytest.mark.fault(5, "of three elastic ranks SIGSTOP of one for good, and SIGKILL of another, with a timeout of 5 s")
+def test_ranks_that_wait_for_a_group_do_not_hide_one_that_hangs(experiment: Experiment, record_property: Note) -> None:
+    experiment.set(**ELASTIC | {"dist__world_size": 3, "dist__timeout_seconds": 5}).run("prepare")
+    process = experiment.start("train")
+    wait_for_step(experiment, 30, process)
+    _, hung, lost = ranks_of(process)
+    hung.suspend()
+    lost.kill()
+    began_at = time.monotonic()
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 6, said
+    assert "rank 1 is stopped (SIGSTOP) in step" in said
+    record_property("happened", f"exit 6 after {time.monotonic() - began_at:.1f} s; the rank that hung named")
+
+
+@pytest.mark.fault(6, "the agent of elastic ranks cannot make a folder for what a lost one has left, and fails")
+def test_an_agent_that_fails_is_no_stop_that_somebody_asked_for(experiment: Experiment, record_property: Note) -> None:
+    experiment.set(**ELASTIC | {"dist__world_size": 2}).run("prepare")
+    process = experiment.start("train")
+    wait_for_step(experiment, 30, process)
+    (attempt,) = (experiment.run_folder / "logs").glob("*/*/attempt_0")
+    (attempt / "lost_0").touch()
+    ranks_of(process)[1].kill()
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 6, said
+    assert f"torchrun's agent failed: FileExistsError: [Errno 17] File exists: '{attempt / 'lost_0'}'" in said
+    ended = status(experiment)
+    assert (ended["outcome"], ended["step"]) == ("failed", int(ended["checkpoint"][-20:-12])), "the rank that was left has saved"
+    assert [run.info.status for run in mlflow_runs(experiment)] == ["FAILED"]
+    record_property("happened", f"exit 6 with the agent's own error; step {ended['step']} saved")
+
+
 @pytest.mark.chaos
 def test_random_losses_and_gains_change_no_bit(tmp_path: Path) -> None:
     found = campaign(tmp_path, seed(), 12, ranks=3, epochs=6)

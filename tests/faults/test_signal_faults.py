@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -169,3 +171,64 @@ def test_a_killed_agent_leaves_ranks_that_save(baseline: Experiment, experiment:
     assert status(experiment)["step"] == int(status(experiment)["checkpoint"][-20:-12])
     experiment.set(**LONGER).run("train")
     same_figures(experiment, baseline)
+
+
+def agent_of(process: "subprocess.Popen[str]") -> psutil.Process:
+    """The agent of a launcher, as soon as it is there."""
+
+    def found() -> psutil.Process | None:
+        with contextlib.suppress(psutil.Error):
+            return next((one for one in psutil.Process(process.pid).children() if "pipeline.launch.agent" in one.cmdline()), None)
+        return None
+
+    return until(found, process, every_seconds=0.005)
+
+
+@pytest.mark.parametrize("whom", ["launcher", "agent", "agent, then launcher"])
+@pytest.mark.fault(3, "SIGTERM to the launcher, to torchrun's agent, to both while torchrun is imported")
+def test_a_stop_before_torchrun_can_answer_is_a_stop(experiment: Experiment, whom: str) -> None:
+    experiment.set(**SELDOM).run("prepare")
+    process = experiment.start("train")
+    agent = agent_of(process)
+    signal_all({"launcher": [], "agent": [agent]}.get(whom, [agent]), signal.SIGTERM)
+    if whom != "agent":
+        process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    assert status(experiment)["outcome"] == "stopped"
+
+
+@pytest.mark.fault(3, "SIGTERM to torchrun's agent alone while it starts its ranks")
+def test_a_stop_while_torchrun_starts_its_ranks_is_a_stop(experiment: Experiment) -> None:
+    experiment.set(**SELDOM).run("prepare")
+    process = experiment.start("train")
+    agent = agent_of(process)
+    (server,) = until(lambda: [one for one in agent.children() if "pipeline.forkserver" in one.cmdline()], process, every_seconds=0.005)
+    server.suspend()
+    # torch has set its own handler, and waits for the first rank.
+    caught = 1 << (signal.SIGTERM - 1)
+    until(lambda: int(re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{agent.pid}/status").read_text())[1], 16) & caught, process)
+    time.sleep(0.5)
+    agent.terminate()
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    assert not server.is_running()
+
+
+@pytest.mark.fault(38, "SIGTERM to one rank alone; its last checkpoint is on the disk later than the grace and its alarm after that")
+def test_a_rank_that_was_asked_alone_has_all_the_time_it_takes_to_save(experiment: Experiment, record_property: Note) -> None:
+    # The newest one, which takes 15 s to write, is waited for first; the alarm would come after 18 s.
+    experiment.set(**LONGER, dist__grace_seconds=3).run("prepare")
+    words = [sys.executable, "-m", "tests.kit.faulty", "train", "--params", str(experiment.params)]
+    environment = clean_environment() | {"FAULT": "disk:0:0"}
+    process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for_step(experiment, 20, process)
+    asked_at = time.monotonic()
+    ranks_of(process)[0].terminate()
+    said, _ = process.communicate(timeout=90)
+    seconds = time.monotonic() - asked_at
+    assert process.returncode == 75, said
+    assert seconds > 18
+    ended = status(experiment)
+    assert (ended["outcome"], ended["step"]) == ("stopped", int(ended["checkpoint"][-20:-12]))
+    record_property("happened", f"75 at step {ended['step']}, saved {seconds:.1f} s after the signal")

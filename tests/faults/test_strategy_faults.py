@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -97,3 +98,16 @@ def test_tensor_parallel_goes_on_with_its_own_bits_and_hands_over_to_ddp(experim
     assert "the bits are those of neither" in said
     assert losses_of(experiment) == pytest.approx(losses, rel=1e-3)
     record_property("happened", "the bits of tensor left alone; ddp went on within 1e-3 of its losses")
+
+
+@pytest.mark.fault(5, "SIGSTOP of a spawned rank for good, with a timeout of 5 s")
+def test_a_spawned_rank_that_hangs_is_named(experiment: Experiment, record_property: Note) -> None:
+    experiment.set(**LONGER, dist__start_method="spawn", dist__timeout_seconds=5).run("prepare")
+    process = experiment.start("train")
+    wait_for_step(experiment, 20, process)
+    ranks_of(process)[1].suspend()
+    stopped_at = time.monotonic()
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 6, said
+    assert "rank 1 is stopped (SIGSTOP) in step" in said
+    record_property("happened", f"exit 6 after {time.monotonic() - stopped_at:.1f} s; rank 1 named")

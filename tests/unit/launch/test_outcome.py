@@ -40,7 +40,11 @@ FINISHED, SAVED = {"kind": "finished", "step": 20, "weights_sha256": "0" * 64}, 
 def test_a_run_whose_ranks_finished_is_done_whatever_came_then(job: Job) -> None:
     assert judged(job, LaunchResult(), FINISHED) == DONE
     assert judged(job, LaunchResult(stopped_by=signal.SIGINT, stopped_at_once=True, exit_code=-9), FINISHED) == DONE
-    assert judged(job, LaunchResult()) == replace(DONE, step=10)
+
+
+def test_ranks_that_end_without_a_word_have_not_finished(job: Job) -> None:
+    cause = f"torchrun ended with 0 and no word from a rank; see {job.run / 'logs'}"
+    assert judged(job, LaunchResult()) == Outcome("failed", 6, cause, None, 10, "kept", "dvc repro")
 
 
 def test_an_earlier_start_is_no_word_of_the_newest(job: Job) -> None:
@@ -73,6 +77,8 @@ def test_a_run_without_figures_ended_in_step_0(job: Job) -> None:
         (LaunchResult(exit_code=-15), [SAVED], 75, "torchrun was ended by SIGTERM; its ranks saved at step 12"),
         (LaunchResult(exit_code=-1), [SAVED], 75, "torchrun was ended by SIGHUP; its ranks saved at step 12"),
         (LaunchResult(exit_code=-15, stopped_by=signal.SIGTERM), [SAVED], 75, "stopped on request at step 12"),
+        (LaunchResult(stopped_by=signal.SIGTERM, exit_code=1, agent_error="no"), [SAVED], 75, "stopped on request at step 12"),
+        (LaunchResult(agent_was_stopped=True, exit_code=1, agent_error="no"), [SAVED], 75, "stopped on request at step 12"),
         (LaunchResult(stopped_by=signal.SIGTERM, exit_code=1), [], 75, "stopped on request after step 10, when nothing could be saved"),
         (LaunchResult(agent_was_stopped=True, exit_code=1), [], 75, "stopped on request after step 10, when nothing could be saved"),
         (
@@ -119,6 +125,13 @@ def test_ranks_of_whom_nothing_was_heard_are_lost(job: Job) -> None:
     lost = Outcome("failed", 6, cause, None, 10, "kept", "dvc repro")
     assert judged(job, LaunchResult(exit_code=1)) == lost
     assert judged(job, LaunchResult(exit_code=1, unexplained=True, failures=[FAILED])) == lost
+
+
+def test_an_agent_that_failed_by_itself_was_not_asked_to_stop_though_its_ranks_saved(job: Job) -> None:
+    result, why = LaunchResult(exit_code=1, agent_error="OSError: no"), "torchrun's agent failed: OSError: no"
+    assert judged(job, result, SAVED) == Outcome("failed", 6, f"{why}; see {job.run / 'logs'}", None, 12, "kept", "dvc repro")
+    killed = replace(result, failures=[replace(FAILED, exit_code=-9)])
+    assert judged(job, killed, SAVED).cause == f"rank 1 was ended by SIGKILL in step 7; {why}; logs: {job.run / 'logs'}"
 
 
 def test_torchrun_without_a_word_on_a_full_disk_died_of_that(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
-"""Who stands still, who never began, whom nobody should wait for, and when it is enough."""
+"""Who stands still, who never began, and whom nobody should wait for."""
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,19 +15,18 @@ import pytest
 from pipeline import heartbeat
 from pipeline.launch import watchdog
 from pipeline.launch.failures import HUNG, Failure
-from pipeline.launch.restarts import RestartPolicy
 from pipeline.launch.watchdog import Watchdog
 from tests.kit.experiment import LONGER, ROOT, Experiment
 from tests.kit.trainings import same_figures, wait_for_step
 from tests.kit.waiting import until
 
 Note = Callable[[str, object], None]
-# A process with a rank's heartbeat, and with nothing else of it: `computing`, `waiting`, `waking up`, `finishing` or `writing` in a step.
+# A process with a rank's heartbeat, and with nothing else of it: `computing`, `outside`, `writing` and so on, in a step.
 RANK = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from pipeline.heartbeat import FINISHING, Heartbeat
-folder, doing, step = Path(sys.argv[1]), *sys.argv[2:]
+folder, doing, step = Path(os.environ["FOLDER"]), *sys.argv[1:]
 heartbeat = Heartbeat(folder)
 heartbeat.set_rank(int(folder.name))
 heartbeat.computing(int(step))
@@ -35,6 +36,10 @@ if doing == "finishing":
 elif doing == "writing":
     with heartbeat.beating():
         time.sleep(100)
+elif doing == "outside":
+    while True:
+        heartbeat.outside()
+        time.sleep(0.2)
 elif doing == "waking up":
     heartbeat.waiting()
     time.sleep(8)
@@ -54,7 +59,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def one(local: int, doing: str, step: int) -> "subprocess.Popen[bytes]":
         folder = tmp_path / "job" / "attempt_0" / str(local)
         folder.mkdir(parents=True)
-        started.append(subprocess.Popen([sys.executable, "-c", RANK, str(folder), doing, str(step)], cwd=ROOT))
+        # Nothing of its title is the run's, as there is no room in that of a spawned one.
+        words = [sys.executable, "-c", RANK, doing, str(step)]
+        started.append(subprocess.Popen(words, cwd=ROOT, env=os.environ | {"FOLDER": str(folder)}))
         until((folder / "heartbeat").exists, started[-1])
         return started[-1]
 
@@ -87,6 +94,19 @@ def test_the_rank_that_all_wait_for_is_named_with_all_stacks(start: Start, tmp_p
     stacks = [path.read_text() for path in tmp_path.rglob("stacks.log")]
     assert len(stacks) == 2
     assert all("most recent call first" in one for one in stacks)
+
+
+def test_another_process_with_the_pid_of_a_lost_rank_is_no_rank(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(0, "computing", 7)
+    dog = watching(tmp_path, 1, True, 0.5)
+    until(lambda: dog.check() or dog._alive, seconds=30, every_seconds=0.05)
+    # Its pid stays, and psutil finds a process that began at another time.
+    monkeypatch.setattr(psutil.Process, "_get_ident", lambda self: (self.pid, -1.0))
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        assert dog.check() is None
+        time.sleep(0.05)
+    assert not dog._alive
 
 
 def test_a_warning_of_a_rank_that_stands_still_does_not_use_up_that_of_a_slow_one(
@@ -174,6 +194,32 @@ def test_a_machine_that_only_leaves_waits_for_the_one_that_writes_the_model(
         shutil.rmtree(tmp_path / "job")
 
 
+@pytest.mark.parametrize("step", [7, -1])
+def test_a_rank_outside_of_any_group_does_not_hide_one_that_hangs(start: Start, tmp_path: Path, step: int) -> None:
+    start(0, "outside", step)
+    start(1, "computing", 7)
+    failure = verdict(watching(tmp_path, 2, False, 1.0))
+    assert (failure.rank, failure.step) == (1, 7)
+    assert "rank 1 stands still in step 7" in failure.cause
+    assert len(list(tmp_path.rglob("stacks.log"))) == 2
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_ranks_may_wait_for_a_group_for_ever_but_one_that_hangs_there_is_named(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: bool
+) -> None:
+    monkeypatch.setattr(watchdog, "QUIET_SECONDS", 2)
+    ranks = [start(0, "outside", 7), start(1, "outside", 7)]
+    dog = watching(tmp_path, 2, others, 0.5)
+    end = time.monotonic() + 4
+    while time.monotonic() < end:
+        assert dog.check() is None
+        time.sleep(0.05)
+    ranks[1].send_signal(signal.SIGSTOP)
+    failure = verdict(dog)
+    assert (failure.rank, failure.exit_code, failure.waiting) == (1, HUNG, False)
+
+
 @pytest.mark.slow
 @pytest.mark.fault(5, "the whole job stopped for 8 s, as by `docker pause`, with a timeout of 5 s")
 def test_a_job_that_slept_as_a_whole_goes_on(baseline: Experiment, experiment: Experiment, record_property: Note) -> None:
@@ -192,34 +238,3 @@ def test_a_job_that_slept_as_a_whole_goes_on(baseline: Experiment, experiment: E
     assert "stands still" not in said
     same_figures(experiment, baseline)
     record_property("happened", "no timeout, no restart, bit-equal")
-
-
-def lost(step: int, exit_code: int = -9, host: str | None = None) -> Failure:
-    return Failure(0, exit_code, "", 0, step, host=host)
-
-
-def test_a_job_that_gets_on_is_started_again_without_end() -> None:
-    patience = RestartPolicy()
-    assert [patience.reason_to_stop(lost(step)) for step in range(0, 200, 2)] == [None] * 100
-
-
-def test_three_starts_that_got_no_further_are_enough() -> None:
-    patience = RestartPolicy()
-    assert [patience.reason_to_stop(lost(step)) for step in (30, 20, 30)] == [None] * 3
-    assert patience.reason_to_stop(lost(10)) == "3 starts in a row got no further than step 30"
-    assert patience.reason_to_stop(lost(31)) is None, "it got further after all"
-    assert [patience.reason_to_stop(lost(31)) for _ in range(2)] == [None] * 2
-
-
-def test_another_machines_failures_are_counted_apart() -> None:
-    patience = RestartPolicy()
-    assert [patience.reason_to_stop(lost(30, host=host)) for host in (None, "b", None, "b", None)] == [None] * 5
-    assert patience.reason_to_stop(lost(30, host="b")) == "3 starts in a row got no further than step 30"
-
-
-def test_a_step_that_fails_twice_from_within_is_enough() -> None:
-    patience = RestartPolicy()
-    assert patience.reason_to_stop(lost(12, exit_code=1)) is None
-    assert patience.reason_to_stop(lost(11, exit_code=1)) is None
-    assert patience.reason_to_stop(lost(12, exit_code=-11)) == "step 12 has failed twice"
-    assert RestartPolicy().reason_to_stop(lost(12, exit_code=-9)) is None

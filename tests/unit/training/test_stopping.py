@@ -53,3 +53,29 @@ def test_the_last_question_is_waited_for_before_the_group_is_left(stop: Stop) ->
     assert answered == [False]
     stop.close()
     assert answered == [False]
+
+
+def test_once_all_have_agreed_the_alarm_is_for_a_rank_whose_agent_is_gone(stop: Stop) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    stop.agreed()
+    assert 74 <= signal.getitimer(signal.ITIMER_REAL)[0] <= 75, "whom the others do not answer hangs"
+    assert stop.agreed()
+    assert signal.alarm(0) == 0
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.alarm(0) == 0, "the request is the same"
+    # As where the agent has ended since, at which the kernel sends another signal.
+    stop._agent = -1
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert 74 <= signal.alarm(0) <= 75
+
+
+def test_a_rank_that_was_left_alone_has_no_more_time_to_save_than_before(stop: Stop) -> None:
+    stop._agent = -1
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.alarm(30)
+    stop.agreed()
+    assert stop.agreed()
+    assert 29 <= signal.alarm(0) <= 30
+    stop._asked = True
+    assert stop.agreed()
+    assert 74 <= signal.alarm(0) <= 75, "another rank was asked"
