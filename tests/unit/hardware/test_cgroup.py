@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.hardware import cgroup
 from pipeline.hardware.cgroup import memory_limit, oom_kills, usable_cpus
 
 
@@ -72,3 +73,11 @@ def test_slurm_may_allow_fewer_cpus_than_it_binds_to(tmp_path: Path, monkeypatch
         for said, cpus in (("1", 1), ("", bound), (str(bound + 5), bound)):
             monkeypatch.setenv(name, said)
             assert usable_cpus(tmp_path, tmp_path / "missing") == cpus
+
+
+def test_an_oom_kill_is_noticed_when_it_is_first_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([2, 2, 3, 3])
+    monkeypatch.setattr(cgroup, "oom_kills", lambda: next(counts))
+    kills = cgroup.OomKills()
+    assert kills.noticed_at(10.0) < 0
+    assert [kills.noticed_at(20.0), kills.noticed_at(30.0)] == [20.0, 20.0]
