@@ -173,15 +173,15 @@ def test_a_killed_agent_leaves_ranks_that_save(baseline: Experiment, experiment:
     same_figures(experiment, baseline)
 
 
-def agent_of(process: "subprocess.Popen[str]") -> psutil.Process:
-    """The agent of a launcher, as soon as it is there."""
+def child_of(pid: int, module: str) -> psutil.Process:
+    """The child that runs a module, as soon as it is there; others come and go."""
 
     def found() -> psutil.Process | None:
         with contextlib.suppress(psutil.Error):
-            return next((one for one in psutil.Process(process.pid).children() if "pipeline.launch.agent" in one.cmdline()), None)
+            return next((one for one in psutil.Process(pid).children() if module in one.cmdline()), None)
         return None
 
-    return until(found, process, every_seconds=0.005)
+    return until(found, every_seconds=0.005)
 
 
 @pytest.mark.parametrize("whom", ["launcher", "agent", "agent, then launcher"])
@@ -189,7 +189,7 @@ def agent_of(process: "subprocess.Popen[str]") -> psutil.Process:
 def test_a_stop_before_torchrun_can_answer_is_a_stop(experiment: Experiment, whom: str) -> None:
     experiment.set(**SELDOM).run("prepare")
     process = experiment.start("train")
-    agent = agent_of(process)
+    agent = child_of(process.pid, "pipeline.launch.agent")
     signal_all({"launcher": [], "agent": [agent]}.get(whom, [agent]), signal.SIGTERM)
     if whom != "agent":
         process.send_signal(signal.SIGTERM)
@@ -202,8 +202,8 @@ def test_a_stop_before_torchrun_can_answer_is_a_stop(experiment: Experiment, who
 def test_a_stop_while_torchrun_starts_its_ranks_is_a_stop(experiment: Experiment) -> None:
     experiment.set(**SELDOM).run("prepare")
     process = experiment.start("train")
-    agent = agent_of(process)
-    (server,) = until(lambda: [one for one in agent.children() if "pipeline.forkserver" in one.cmdline()], process, every_seconds=0.005)
+    agent = child_of(process.pid, "pipeline.launch.agent")
+    server = child_of(agent.pid, "pipeline.forkserver")
     server.suspend()
     # torch has set its own handler, and waits for the first rank.
     caught = 1 << (signal.SIGTERM - 1)
