@@ -1,11 +1,13 @@
 """Ranks and CPUs: each on its own where they take all, anywhere else."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -17,6 +19,7 @@ from pipeline.tracking.journal import Silent
 from pipeline.training import train_rank
 from tests.kit.experiment import make_job
 
+T = TypeVar("T")
 CPUS = sorted(os.sched_getaffinity(0))
 # Under a quota nobody is bound.
 OWN = {cpu: [cpu] if usable_cpus() == len(CPUS) else CPUS for cpu in CPUS}
@@ -120,11 +123,19 @@ def where_it_trains(group: Any, job: Job, folder: Path) -> list[list[int]]:
     sharing.lock_folder = lambda: folder
     try:
         train_rank.train(job, group, Silent())
-        return sorted(sorted(os.sched_getaffinity(int(one.name))) for one in Path("/proc/self/task").iterdir())
+        return sorted(sorted(cpus) for cpus in of_threads(os.sched_getaffinity))
     finally:
-        for one in Path("/proc/self/task").iterdir():
-            os.sched_setaffinity(int(one.name), before)
+        of_threads(lambda thread: os.sched_setaffinity(thread, before))
         sharing.lock_folder = locks
+
+
+def of_threads(call: Callable[[int], T]) -> list[T]:
+    """What a call returns for each thread; one may have ended meanwhile."""
+    found: list[T] = []
+    for one in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            found.append(call(int(one.name)))
+    return found
 
 
 @pytest.mark.parametrize("ranks", range(1, min(2, len(CPUS)) + 1))
