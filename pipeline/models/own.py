@@ -49,4 +49,5 @@ def changed_and_not_saved(model: nn.Module, images: torch.Tensor) -> str | None:
         for shift in (0.0, 1.0):
             tried(images + shift)
             values.append({name: one.clone() for name, one in tried.named_buffers() if name in names})
-    return next((name for name, one in values[1].items() if not torch.equal(one, values[0].get(name, one[:0]))), None)
+    before, after = values
+    return next((name for name, one in after.items() if name not in before or not torch.equal(one, before[name])), None)

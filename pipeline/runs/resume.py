@@ -60,9 +60,10 @@ def copy_until(source: Path, job: Job, step: int, header: dict[str, Any]) -> Non
     partial.unlink(missing_ok=True)
     journal = Journal(partial)
     tags = header["tags"] | {"lockstep.resumed_from": source.name}
-    # A start that saved nothing may have begun a run in MLflow: that goes on.
-    begun = journals.last(job.journal, "run").get("id")
-    journal.event("run", **({"id": begun or uuid.uuid4().hex} | header | {"tags": tags}))
+    # A start that saved nothing may have begun a run in MLflow, whose parameters stay: that goes on.
+    begun = journals.last(job.journal, "run")
+    kept = {name: begun[name] for name in ("id", "params") if begun}
+    journal.event("run", **({"id": uuid.uuid4().hex} | header | {"tags": tags} | kept))
     for line in journals.read(source / "journal.jsonl"):
         if line["kind"] in ("metrics", CHECKPOINT) and line["step"] <= step:
             journal.event(line["kind"], **{name: value for name, value in line.items() if name != "kind"})

@@ -158,6 +158,8 @@ class Mirror:
         if "dataset" in line:
             logged_models.name_dataset(self._client, run_id, line["dataset"])
         self._state = replace(self._state, run_id=run_id, experiment_id=experiment, repeated=bool(found))
+        if found:
+            self._on_tags(line)
 
     def _on_started(self, line: dict[str, Any]) -> None:
         self._client.update_run(self._state.run_id, status="RUNNING")

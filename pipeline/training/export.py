@@ -61,9 +61,9 @@ def exported(classifier: Classifier, example: Tensor) -> bytes | None:
     try:
         # "AUTO": the number of images is free where the model allows it.
         program = torch.export.export(classifier, (example,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
-    except torch.OutOfMemoryError:
-        raise
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise
         said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         log.warning("torch.export cannot take this model, so MLflow gets none that loads by itself: %s", said)
         return None

@@ -19,7 +19,7 @@ class Stop:
             signal.signal(number, self._ask)
 
     def _ask(self, number: int, _: FrameType | None) -> None:
-        if not self._asked or (self._saves and self._is_orphaned()):
+        if self._is_orphaned() if self._saves else not self._asked:
             # A rank that waits for a peer that will never answer does not outlive its launcher for long.
             signal.alarm(self._alarm_seconds)
         self._asked = True

@@ -107,10 +107,13 @@ def test_a_run_that_goes_on_from_another_is_one_in_mlflow_also_if_it_had_begun(t
     (begun,) = (one for one in (tmp_path / "runs").glob("*") if one != source)
     assert not list((begun / "checkpoints").glob("step-*"))
     slow.unlink()
+    # No part of the experiment, but a parameter in MLflow.
+    experiment.set(**PACED | {"train__epochs": 2, "checkpoint__every_steps": 500}, dist__strategy="allreduce")
     assert "with the same bits" in experiment.run("train", "--resume", str(source))
     runs = mlflow_runs(experiment)
     assert sorted(one.info.status for one in runs) == ["FINISHED", "KILLED"]
     (whole,) = (one for one in runs if one.info.status == "FINISHED")
+    assert whole.data.tags["lockstep.resumed_from"] == source.name
     assert [one.dataset.name for one in whole.inputs.dataset_inputs] == ["synthetic:6000"]
     with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as store:
         kept = store.execute("select key, step from metrics where run_uuid = ?", [whole.info.run_id]).fetchall()

@@ -151,7 +151,7 @@ class Remembers(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(256, 3)
-        self.register_buffer("kept", torch.zeros(1), persistent=PERSISTENT)
+        self.register_buffer("kept", torch.zeros(SHAPE), persistent=PERSISTENT)
 
     def forward(self, images):
         with torch.no_grad():
@@ -167,8 +167,10 @@ def build(channels, side, num_classes):
     ("value", "persistent", "refused"),
     [("0.9 * self.kept + images.mean()", False, True), ("self.kept + 1", False, True), ("self.kept + 1", True, False), ("7", False, False)],
 )
-def test_a_buffer_that_training_changes_must_be_saved(root: Path, value: str, persistent: bool, refused: bool) -> None:
-    (root / "mine.py").write_text(REMEMBERS.replace("VALUE", value).replace("PERSISTENT", str(persistent)))
+@pytest.mark.parametrize("shape", ["1", "()"])
+def test_a_buffer_that_training_changes_must_be_saved(root: Path, shape: str, value: str, persistent: bool, refused: bool) -> None:
+    value = value if value != "7" else "torch.tensor(7.0)"
+    (root / "mine.py").write_text(REMEMBERS.replace("VALUE", value).replace("PERSISTENT", str(persistent)).replace("SHAPE", shape))
     said = "mine.py:build: training changes the buffer kept, which checkpoints lack; make it persistent"
     with pytest.raises(ConfigError, match=said) if refused else nullcontext():
         models.of(configured(root).model, 1, 16, 3)

@@ -63,6 +63,9 @@ def test_once_all_have_agreed_the_alarm_is_for_a_rank_whose_agent_is_gone(stop: 
     assert signal.alarm(0) == 0
     os.kill(os.getpid(), signal.SIGTERM)
     assert signal.alarm(0) == 0, "the request is the same"
+    stop._asked = False
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.alarm(0) == 0, "one whom a peer had stopped is only now asked itself"
     # As where the agent has ended since, at which the kernel sends another signal.
     stop._agent = -1
     os.kill(os.getpid(), signal.SIGTERM)
