@@ -148,6 +148,7 @@ class Mirror:
         if found:
             run_id = found[0].info.run_id
             self._points.load(self._client, run_id)
+            self._client.log_batch(run_id, tags=[self._tag(name, str(value)) for name, value in line["tags"].items()])
         else:
             tags = line["tags"] | {RUN_TAG: line["id"]}
             run_id = self._client.create_run(experiment, start_time=line["at"], tags=tags, run_name=line["name"]).info.run_id
@@ -158,8 +159,6 @@ class Mirror:
         if "dataset" in line:
             logged_models.name_dataset(self._client, run_id, line["dataset"])
         self._state = replace(self._state, run_id=run_id, experiment_id=experiment, repeated=bool(found))
-        if found:
-            self._on_tags(line)
 
     def _on_started(self, line: dict[str, Any]) -> None:
         self._client.update_run(self._state.run_id, status="RUNNING")

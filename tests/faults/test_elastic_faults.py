@@ -142,7 +142,7 @@ def test_ranks_that_wait_for_a_group_do_not_hide_one_that_hangs(experiment: Expe
     assert process.returncode == 6, said
     # Ranks of a group have their numbers in the order in which they were ready.
     assert re.search(r"rank \d is stopped \(SIGSTOP\) in step", said), said
-    stacks = "".join(one.read_text() for one in (experiment.run_folder / "logs").glob("*/attempt_0/*/stacks.log"))
+    stacks = "".join(one.read_text() for one in (experiment.run_folder / "logs").glob("*/*/attempt_0/*/stacks.log"))
     assert f"process {hung.pid}: stopped" in stacks
     record_property("happened", f"exit 6 after {time.monotonic() - began_at:.1f} s; the rank that hung named")
 
