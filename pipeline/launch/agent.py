@@ -146,7 +146,7 @@ def launch(config: LaunchConfig, command: str, arguments: list[str], logs: Attem
         return 1
     finally:
         if error := sys.exception():
-            report("agent-failed", cause=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
+            report("agent-failed", cause=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
         if shut_down:
             spec.rdzv_handler.shutdown()
 
