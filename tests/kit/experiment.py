@@ -57,7 +57,8 @@ from torch import nn
 
 class Paced(nn.Module):
     def forward(self, images):
-        time.sleep(0.05 if Path(os.environ.get("SLOW_FILE", "slow")).exists() else 0)
+        slow = Path(os.environ.get("SLOW_FILE", "slow")).exists()
+        time.sleep(float(os.environ.get("SLOW_SECONDS", "0.05")) if slow else 0)
         return images
 
 def build(channels: int, side: int, num_classes: int) -> nn.Module:
