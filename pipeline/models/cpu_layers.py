@@ -1,5 +1,6 @@
 """Layers that torch's own kernels train slowly or wrongly on CPUs, and how they are computed there instead."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -8,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from pipeline.models import winograd
 
 # For so few pixels oneDNN's calls cost more than their arithmetic; it seems to pass over the whole gradient of the weights for every image.
 FEW_PIXELS = 16
@@ -28,7 +31,7 @@ def replace_kernels(model: nn.Module) -> None:
 
 
 def convolve(layer: Any, compute: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: A002
-    """Train with products of matrices where maps of few pixels come out, and in fp32 where oneDNN's bf16 is slow or wrong."""
+    """Train as is fastest for maps of that size; and in fp32 where oneDNN's bf16 is slow or wrong."""
     # Weights of a layer in eval mode may get gradients, too.
     trains = layer.training or (torch.is_grad_enabled() and weight.requires_grad)
     if not (trains and input.is_floating_point() and input.ndim in (3, 4)):
@@ -38,7 +41,11 @@ def convolve(layer: Any, compute: Callable[..., Tensor], input: Tensor, weight: 
         return convolve(layer, compute, input[None], weight, bias)[0]
     settings = (tuple(one) if isinstance(one, list) else one for one in (layer.stride, layer.dilation, layer.padding))
     shape = shape_of(input.shape[-2:], weight.shape[-2:], *settings)
-    if torchs and shape.plain and shape.outputs <= FEW_PIXELS and layer.groups == 1:
+    plain = torchs and shape.plain and layer.groups == 1
+    full = {one.dtype for one in (input, weight, bias) if one is not None} == {torch.float32} and not torch.is_autocast_enabled("cpu")
+    if plain and full and shape.stride == (1, 1) and winograd.pays(input, weight, shape.made):
+        return winograd.convolve(input, weight, bias, shape.before)
+    if plain and math.prod(shape.made) <= FEW_PIXELS:
         return on_small_maps(input, weight, bias, shape.stride, shape.before)
     # A class that computes otherwise may add zeros of its own.
     alone = shape.unseen if torchs else input.shape[-2:].numel() <= FEW_PIXELS
@@ -69,7 +76,7 @@ def on_small_maps(images: Tensor, weight: Tensor, bias: Tensor | None, stride: P
 class Shape:
     """What a convolution makes of its images."""
 
-    outputs: int
+    made: Pair
     # Whether some row or column of the window sees zeros alone, wherever it stands. For it oneDNN 3.12 leaves values of the weights'
     # gradient uncomputed, in bf16.
     unseen: bool
@@ -90,7 +97,7 @@ def shape_of(images: Pair, window: Pair, stride: Setting, dilation: Setting, pad
     (rows, unseen_row), (columns, unseen_column) = (along(*side) for side in zip(images, window, stride, dilation, zeros, strict=True))
     plain = dilation == (1, 1) and not any(one % 2 for one in zeros)
     before = zeros[0] // 2, zeros[1] // 2
-    return Shape(rows * columns, unseen_row or unseen_column, stride, before, plain, dilation != (1, 1))
+    return Shape((rows, columns), unseen_row or unseen_column, stride, before, plain, dilation != (1, 1))
 
 
 def along(length: int, window: int, stride: int, dilation: int, zeros: int) -> tuple[int, bool]:
