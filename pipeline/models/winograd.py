@@ -19,7 +19,7 @@ CHANNELS, VALUES_PER_IMAGE, PIXELS, USED = 64, 8000, 512, 0.76
 
 
 def pays(images: Tensor, weight: Tensor, made: tuple[int, int]) -> bool:
-    """Whether a convolution of strides of 1 to maps of such a size is faster so, and takes no more memory than caches have."""
+    """Whether a convolution of strides of 1 to maps of such a size is faster so, and an image has no more tiles than caches hold."""
     pixels, tiles, channels = made[0] * made[1], -(-made[0] // OUT) * -(-made[1] // OUT), min(weight.shape[:2])
     enough = channels >= CHANNELS and channels * pixels >= VALUES_PER_IMAGE and len(images) * pixels >= PIXELS
     return weight.shape[2:] == (3, 3) and enough and pixels >= USED * tiles * OUT**2 and tiles <= 2 * TILES_AT_ONCE
