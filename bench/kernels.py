@@ -64,6 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=MODELS, help="names as in params.yaml")
     parser.add_argument("--images", type=int, default=32, help="of a lane")
+    parser.add_argument("--side", type=int, default=SIDE, help="of an image, in pixels")
     parser.add_argument("--pairs", type=int, default=9, help="how often each is measured")
     parser.add_argument("--trainings", type=int, help="count how many of so many end in other bits, instead")
     wanted = parser.parse_args()
@@ -74,10 +75,10 @@ def main() -> None:
         print(f"{name}, bf16, {wanted.trainings} trainings: {theirs} end in other bits with torch's kernels, {ours} with ours", flush=True)
     if wanted.trainings:
         return
-    images = torch.randn(wanted.images, 1, SIDE, SIDE).contiguous(memory_format=torch.channels_last)
+    images = torch.randn(wanted.images, 1, wanted.side, wanted.side).contiguous(memory_format=torch.channels_last)
     labels = torch.arange(wanted.images) % 10
     for name in wanted.models:
-        arms = [made(name, replace) for replace in (False, True)]
+        arms = [made(name, replace, wanted.side) for replace in (False, True)]
         for dtype in (torch.bfloat16, torch.float32):
             found: list[list[float]] = [[], []]
             for number in range(WARM_STEPS + wanted.pairs):

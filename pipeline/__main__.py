@@ -1,7 +1,12 @@
 """The commands; a command's module is imported only when it runs."""
 
 import signal
+import sys
+from importlib.util import find_spec
 
+if __name__ == "__main__" and find_spec("psutil") is None:
+    print("the packages of requirements.lock are not installed here; run: make setup, then: . .venv/bin/activate", file=sys.stderr)
+    sys.exit(4)
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # While it imports there is nothing to clean up, and no traceback to show.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -12,10 +17,8 @@ import logging
 import os
 import re
 import shlex
-import sys
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any

@@ -25,7 +25,7 @@ from pipeline.config import Config, ConfigError, PeerError
 from pipeline.files import Paths
 from pipeline.hardware.machine import check_writable
 from pipeline.hardware.network import PORT, endpoint, listen
-from pipeline.process_tree import LEAD_COMMAND, NODES, SIZE, STOP_FILE, STORE, adopt_orphans, dies_with_parent, wait_for_orphans
+from pipeline.process_tree import NODES, SIZE, STOP_FILE, STORE, TYPED_COMMAND, adopt_orphans, dies_with_parent, wait_for_orphans
 from pipeline.runs.status import STOPPED, StopRequested
 from pipeline.stop_signals import STOP_SIGNALS, handled_by
 from pipeline.timeouts import STORM_SECONDS, ending_seconds
@@ -127,7 +127,7 @@ class Command:
     def start(self, nodes: int, size: Size | None = None) -> None:
         """Start it on so many machines."""
         variables = os.environ | {STORE: self._store, NODES: str(nodes), STOP_FILE: str(self.relay.stop_file)}
-        variables[LEAD_COMMAND] = shlex.join(["python", "-m", "pipeline", *sys.argv[1:]])
+        variables[TYPED_COMMAND] = shlex.join(["python", "-m", "pipeline", *sys.argv[1:]])
         variables |= {SIZE: str(size)} if size else {}
         # A session of its own: signals reach us alone, and we decide what becomes of them.
         self._process = subprocess.Popen(self._words, env=variables, start_new_session=True, preexec_fn=dies_with_parent())

@@ -38,6 +38,8 @@ def read(key: str, name: str, root: Path) -> str:
         line, said = getattr(error, "lineno", None) or 1, getattr(error, "msg", None) or "it holds bytes that no Python has"
         raise ConfigError(f"{key}: {path}:{line}: {said}") from None
     found = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    if function in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}:
+        raise ConfigError(f"{key}: {path}: {function} is a class; name a function that returns one")
     if function not in found:
         raise ConfigError(f"{key}: {path}: has no function {function}; it has {', '.join(found) or 'none'}")
     wanted = imports(tree) - KNOWN

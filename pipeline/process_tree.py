@@ -16,8 +16,8 @@ import psutil
 STORE, NODES, SIZE = "LOCKSTEP_STORE", "LOCKSTEP_NODES", "LOCKSTEP_SIZE"
 # A file that is there once `lead` was told to stop.
 STOP_FILE = "LOCKSTEP_STOP_FILE"
-# What a person types to start `lead` again.
-LEAD_COMMAND = "LOCKSTEP_LEAD_COMMAND"
+# What a person types to go on, where that is not `dvc repro`: `lead`, or make.
+TYPED_COMMAND = "LOCKSTEP_TYPED_COMMAND"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 

@@ -20,7 +20,7 @@ from pipeline.job import Job
 from pipeline.launch import outcome, supervisor
 from pipeline.launch.node import Membership, Node
 from pipeline.observer import StageObserver
-from pipeline.process_tree import LEAD_COMMAND, STORE, dvc_above
+from pipeline.process_tree import STORE, TYPED_COMMAND, dvc_above
 from pipeline.runs import checkpoints, status
 from pipeline.runs.copy_process import CopyProcess
 from pipeline.runs.identity import flatten
@@ -180,8 +180,8 @@ class RankStage:
 
 def command_of(stage: str, paths: Paths) -> str:
     """What a person types to go on."""
-    if (lead := os.environ.get(LEAD_COMMAND)) and "\n" not in lead:
-        return lead
+    if (typed := os.environ.get(TYPED_COMMAND)) and "\n" not in typed:
+        return typed
     return "dvc repro" if dvc_above() else f"python -m pipeline {stage} --params {shlex.quote(str(paths.params))}"
 
 

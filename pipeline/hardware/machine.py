@@ -6,6 +6,7 @@ import os
 import platform
 import re
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from pipeline.config import MachineError
 from pipeline.hardware.environment import CPU_SWITCHES, GPU_SWITCHES, switches
 
+CPU_INFO = Path("/proc/cpuinfo")
 # What oneDNN, MKL and ATen choose their kernels by: another choice rounds differently.
 INSTRUCTION_SETS = ("avx2", "avx512", "avx_vnni", "amx", "fma", "asimd", "sve", "bf16", "i8mm")
 # The first weights are drawn on the host, with other bits without these. AVX-512 draws the same as AVX2.
@@ -42,7 +44,7 @@ class Machine:
 
 def detect() -> Machine:
     """Detect visible GPUs and the kind of CPU; raises MachineError if the GPUs' driver does not work."""
-    flags, maker, cache = _cpu_info(Path("/proc/cpuinfo"))
+    flags, maker, cache = _cpu_info(CPU_INFO)
     chosen = switches(CPU_SWITCHES)
     sets = sorted(flag for flag in flags if flag.startswith(INSTRUCTION_SETS))
     drawing = [flag for flag in DRAWING_SETS if flag in flags]
@@ -55,6 +57,16 @@ def detect() -> Machine:
 def fast_bf16(flags: set[str], maker: list[str]) -> bool:
     """Whether such a CPU was seen to gain by bf16. A Xeon without AMX, whose AVX-512 has instructions for it, lost."""
     return "amx_bf16" in flags or ("avx512_bf16" in flags and maker == ["AuthenticAMD"])
+
+
+@cache
+def fast_fp32_products(info: Path = CPU_INFO) -> bool:
+    """Whether a CPU multiplies matrices in fp32 as fast as it convolves: MKL computes with AVX2 on AMD's, oneDNN with AVX-512.
+
+    Before Zen 5, the first of them with AVX-VNNI too, AVX-512 is computed in two halves and no faster.
+    """
+    flags, maker, _ = _cpu_info(info)
+    return not (maker == ["AuthenticAMD"] and {"avx512f", "avx_vnni"} <= flags)
 
 
 def user() -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipeline.hardware import machine
 from pipeline.models import winograd
 
 # For so few pixels oneDNN's calls cost more than their arithmetic; it seems to pass over the whole gradient of the weights for every image.
@@ -43,9 +44,10 @@ def convolve(layer: Any, compute: Callable[..., Tensor], input: Tensor, weight: 
     shape = shape_of(input.shape[-2:], weight.shape[-2:], *settings)
     plain = torchs and shape.plain and layer.groups == 1
     full = {one.dtype for one in (input, weight, bias) if one is not None} == {torch.float32} and not torch.is_autocast_enabled("cpu")
-    if plain and full and shape.stride == (1, 1) and winograd.pays(input, weight, shape.made):
+    by_products = not full or machine.fast_fp32_products()
+    if plain and full and by_products and shape.stride == (1, 1) and winograd.pays(input, weight, shape.made):
         return winograd.convolve(input, weight, bias, shape.before)
-    if plain and math.prod(shape.made) <= FEW_PIXELS:
+    if plain and math.prod(shape.made) <= FEW_PIXELS and (by_products or weight.shape[2:] == (1, 1)):
         return on_small_maps(input, weight, bias, shape.stride, shape.before)
     # A class that computes otherwise may add zeros of its own.
     alone = shape.unseen if torchs else input.shape[-2:].numel() <= FEW_PIXELS

@@ -45,6 +45,13 @@ def test_help_and_doctor_do_without(small: Path, experiment: Experiment) -> None
     assert "no leader listens at 127.0.0.1:1" in said
 
 
+def test_without_the_packages_a_command_says_in_one_line_how_they_are_installed() -> None:
+    done = subprocess.run([sys.executable, "-S", "-m", "pipeline", "doctor"], cwd=ROOT, env={}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (4, "")
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("are not installed here; run: make setup, then: . .venv/bin/activate")
+
+
 @pytest.mark.slow
 def test_a_training_does_without(small: Path, experiment: Experiment) -> None:
     params = ("--params", str(experiment.params))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.hardware.environment import CPU_SWITCHES, GPU_SWITCHES
-from pipeline.hardware.machine import fast_bf16
+from pipeline.hardware.machine import fast_bf16, fast_fp32_products
 from tests.kit.driver import driver
 from tests.kit.experiment import ROOT, Experiment
 
@@ -70,6 +70,21 @@ def test_a_switch_that_chooses_other_kernels_is_another_kind_of_cpu() -> None:
 )
 def test_bf16_is_for_cpus_that_gain_by_it(flags: set[str], maker: str, fast: bool) -> None:
     assert fast_bf16(flags, [maker]) == fast
+
+
+@pytest.mark.parametrize(
+    ("flags", "maker", "fast"),
+    [
+        ("avx2 avx512f avx_vnni", "GenuineIntel", True),
+        ("avx2 avx512f avx512_bf16 avx_vnni", "AuthenticAMD", False),
+        ("avx2 avx512f avx512_bf16", "AuthenticAMD", True),
+        ("avx2", "AuthenticAMD", True),
+    ],
+)
+def test_on_zen_5_products_in_fp32_are_slower_than_convolutions(flags: str, maker: str, fast: bool, tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"vendor_id\t: {maker}\nflags\t\t: fpu {flags} sse\n")
+    assert fast_fp32_products(info) == fast
 
 
 @pytest.mark.parametrize("code", [34, 100])

@@ -12,11 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipeline.hardware import machine
 from pipeline.models import cpu_layers
 from pipeline.models.cpu_layers import replace_kernels
 from pipeline.parallel.layouts import keep_layouts
 
 ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def fast_fp32_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "fast_fp32_products", lambda: True)
+
 
 SMALL: dict[str, tuple[nn.Conv2d, tuple[int, int]]] = {
     "3 by 3": (nn.Conv2d(6, 8, 3, padding=1), (4, 4)),

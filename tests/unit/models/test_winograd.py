@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline import models
+from pipeline.hardware import machine
 from pipeline.models import winograd
 from pipeline.models.cpu_layers import replace_kernels
 from pipeline.parallel.layouts import keep_layouts
@@ -17,6 +18,11 @@ from pipeline.parallel.layouts import keep_layouts
 ORDERS = torch.channels_last, torch.contiguous_format
 # Images, and what is added around them.
 SHAPES = [((8, 8), (1, 1)), ((7, 9), (1, 1)), ((6, 5), (0, 0)), ((3, 5), (2, 1)), ((3, 3), (0, 1)), ((1, 2), (1, 4))]
+
+
+@pytest.fixture(autouse=True)
+def fast_fp32_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "fast_fp32_products", lambda: True)
 
 
 def ours(images: Tensor, weight: Tensor) -> Tensor:
@@ -138,7 +144,7 @@ def test_fsdp_computes_alike() -> None:
         assert torch.equal(own.grad, other.grad)
 
 
-def count(model: nn.Module, images: Tensor, bf16: bool = False) -> int:
+def count(model: nn.Module, images: Tensor, bf16: bool = False, of: str = "WinogradBackward") -> int:
     """How many of a model's layers compute so."""
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         todo, seen = [model(images).grad_fn], set[Any]()
@@ -147,7 +153,7 @@ def count(model: nn.Module, images: Tensor, bf16: bool = False) -> int:
         if node is not None and node not in seen:
             seen.add(node)
             todo.extend(one for one, _ in node.next_functions)
-    return [type(one).__name__ for one in seen].count("WinogradBackward")
+    return [type(one).__name__ for one in seen].count(of)
 
 
 def test_resnets_layers_train_so_in_fp32_alone() -> None:
@@ -163,6 +169,14 @@ def test_resnets_layers_train_so_in_fp32_alone() -> None:
     assert not count(model, images, bf16=True)
     assert not count(model.double(), images.double())
     assert not count(model.float().eval().requires_grad_(False), images.requires_grad_())
+
+
+def test_where_products_are_slow_only_windows_of_one_pixel_are_products_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "fast_fp32_products", lambda: False)
+    model, images = models.build("resnet18", 1, 28, 10), torch.randn(32, 1, 28, 28)
+    replace_kernels(model)
+    assert not count(model, images)
+    assert [count(model, images, bf16, "SmallMapsBackward") for bf16 in (False, True)] == [1, 5]
 
 
 @pytest.mark.parametrize(
