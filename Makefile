@@ -119,5 +119,6 @@ up: ## the pipeline in containers: leader, worker, and MLflow's UI on 127.0.0.1:
 IN := .
 PORT := 5000
 
+# Without the lifespan events of uvicorn, which Ctrl-C now and then ends with a traceback.
 ui: $(READY) ## MLflow's UI on the local store, on 127.0.0.1:5000; IN=FOLDER names another store's folder, PORT=NUMBER another port
-	@cd "$(IN)" && MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false exec mlflow server --host 127.0.0.1 --port $(PORT) --workers 1 --backend-store-uri sqlite:///mlflow.db --artifacts-destination mlartifacts
+	@cd "$(IN)" && MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false exec mlflow server --host 127.0.0.1 --port $(PORT) --workers 1 --uvicorn-opts "--lifespan off" --backend-store-uri sqlite:///mlflow.db --artifacts-destination mlartifacts
