@@ -21,7 +21,7 @@ $(READY): requirements-dev.lock
 	@touch $@
 
 repro: $(READY) ## set up, then prepare, train and evaluate
-	@LOCKSTEP_TYPED_COMMAND="make repro" dvc repro
+	@LOCKSTEP_TYPED_COMMAND="$${LOCKSTEP_TYPED_COMMAND:-make repro}" dvc repro
 
 # By what they start: ranks and commands; faults and containers; another Debian and an image from nothing.
 FAST := not slow and not docker and not gpu

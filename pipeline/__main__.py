@@ -4,7 +4,7 @@ import signal
 import sys
 from importlib.util import find_spec
 
-if __name__ == "__main__" and find_spec("psutil") is None:
+if __name__ == "__main__" and not all(map(find_spec, ("psutil", "pydantic", "torch"))):
     print("the packages of requirements.lock are not installed here; run: make setup, then: . .venv/bin/activate", file=sys.stderr)
     sys.exit(4)
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

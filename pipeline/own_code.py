@@ -38,10 +38,10 @@ def read(key: str, name: str, root: Path) -> str:
         line, said = getattr(error, "lineno", None) or 1, getattr(error, "msg", None) or "it holds bytes that no Python has"
         raise ConfigError(f"{key}: {path}:{line}: {said}") from None
     found = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    if function in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}:
-        raise ConfigError(f"{key}: {path}: {function} is a class; name a function that returns one")
     if function not in found:
-        raise ConfigError(f"{key}: {path}: has no function {function}; it has {', '.join(found) or 'none'}")
+        is_class = any(isinstance(node, ast.ClassDef) and node.name == function for node in tree.body)
+        said = f"{function} is a class; name a function, which may call it"
+        raise ConfigError(f"{key}: {path}: {said if is_class else f'has no function {function}; it has ' + (', '.join(found) or 'none')}")
     wanted = imports(tree) - KNOWN
     installed = packages_distributions() if wanted else {}
     for module in sorted(wanted):

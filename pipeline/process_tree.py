@@ -16,7 +16,7 @@ import psutil
 STORE, NODES, SIZE = "LOCKSTEP_STORE", "LOCKSTEP_NODES", "LOCKSTEP_SIZE"
 # A file that is there once `lead` was told to stop.
 STOP_FILE = "LOCKSTEP_STOP_FILE"
-# What a person types to go on, where that is not `dvc repro`: `lead`, or make.
+# What a person types to go on, set by `lead` and by `make repro`; without it that is `dvc repro`, or the command itself.
 TYPED_COMMAND = "LOCKSTEP_TYPED_COMMAND"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 

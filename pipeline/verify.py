@@ -72,7 +72,7 @@ def on_ranks(config: Config, world_size: int | None) -> Config:
         return config
     dist, placement = config.dist, dict[str, int | None]()
     if dist.reduction == "ordered" and world_size > dist.pieces:
-        raise ConfigError(f"--world-size: this result has {dist.pieces} lanes, and each rank needs one; give at most {dist.pieces}")
+        raise ConfigError(f"--world-size: {world_size} is more than the lanes of this result; give at most {dist.pieces}")
     if dist.reduction == "ordered":
         placement = {"batch_size_per_gpu": None, "global_batch": dist.images_per_step, "accumulation": 1, "lanes_per_rank": None}
     values = config.model_dump() | {"dist": dist.model_dump() | placement | {"world_size": world_size, "nodes": 1, "replicas": 1}}
@@ -199,7 +199,7 @@ def span_of(claim: Claim, from_step: int, steps: int | None, total: int) -> Span
     until = min(from_step + steps, most) if steps else most
     compared = difference.shared(figures_of(claim), from_step, until) + sum(from_step < step <= until for step in kept)
     if not compared:
-        raise ConfigError(f"--steps: {claim.name} has no figure and no checkpoint behind step {from_step} up to {until}; give more steps")
+        raise ConfigError(f"--from-step, --steps: {claim.name} has nothing to compare behind step {from_step} up to {until}; name others")
     return Span(from_step, until, whole=claim.receipt is not None and until == total)
 
 

@@ -44,12 +44,12 @@ class Machine:
 
 def detect() -> Machine:
     """Detect visible GPUs and the kind of CPU; raises MachineError if the GPUs' driver does not work."""
-    flags, maker, cache = _cpu_info(CPU_INFO)
+    flags, maker, cache_size = _cpu_info(CPU_INFO)
     chosen = switches(CPU_SWITCHES)
     sets = sorted(flag for flag in flags if flag.startswith(INSTRUCTION_SETS))
     drawing = [flag for flag in DRAWING_SETS if flag in flags]
     gpus, capability, driver, uuids = _gpus(" ".join([platform.machine(), *drawing, *chosen, *switches(GPU_SWITCHES)]))
-    kind = " ".join([platform.machine(), *maker, *cache, *sets, *chosen])
+    kind = " ".join([platform.machine(), *maker, *cache_size, *sets, *chosen])
     # A switch may turn the instructions off.
     return Machine(gpus, capability, kind, fast_bf16(flags, maker) and not chosen, driver, uuids)
 
@@ -61,9 +61,10 @@ def fast_bf16(flags: set[str], maker: list[str]) -> bool:
 
 @cache
 def fast_fp32_products(info: Path = CPU_INFO) -> bool:
-    """Whether a CPU multiplies matrices in fp32 as fast as it convolves: MKL computes with AVX2 on AMD's, oneDNN with AVX-512.
+    """Whether a CPU multiplies matrices in fp32 as fast as it convolves.
 
-    Before Zen 5, the first of them with AVX-VNNI too, AVX-512 is computed in two halves and no faster.
+    On AMD's, MKL's products use AVX2 and oneDNN's convolutions AVX-512. Zen 4 computes AVX-512 in two halves, no faster than AVX2; Zen 5,
+    which has AVX-VNNI besides, in one.
     """
     flags, maker, _ = _cpu_info(info)
     return not (maker == ["AuthenticAMD"] and {"avx512f", "avx_vnni"} <= flags)

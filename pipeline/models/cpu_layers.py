@@ -32,7 +32,7 @@ def replace_kernels(model: nn.Module) -> None:
 
 
 def convolve(layer: Any, compute: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: A002
-    """Train as is fastest for maps of that size; and in fp32 where oneDNN's bf16 is slow or wrong."""
+    """Train as is fastest for maps of that size on this kind of CPU; and in fp32 where oneDNN's bf16 is slow or wrong."""
     # Weights of a layer in eval mode may get gradients, too.
     trains = layer.training or (torch.is_grad_enabled() and weight.requires_grad)
     if not (trains and input.is_floating_point() and input.ndim in (3, 4)):
@@ -44,10 +44,11 @@ def convolve(layer: Any, compute: Callable[..., Tensor], input: Tensor, weight: 
     shape = shape_of(input.shape[-2:], weight.shape[-2:], *settings)
     plain = torchs and shape.plain and layer.groups == 1
     full = {one.dtype for one in (input, weight, bias) if one is not None} == {torch.float32} and not torch.is_autocast_enabled("cpu")
-    by_products = not full or machine.fast_fp32_products()
-    if plain and full and by_products and shape.stride == (1, 1) and winograd.pays(input, weight, shape.made):
+    # For windows of one pixel they pay anyway.
+    products_pay = not full or machine.fast_fp32_products() or weight.shape[2:] == (1, 1)
+    if plain and full and products_pay and shape.stride == (1, 1) and winograd.pays(input, weight, shape.made):
         return winograd.convolve(input, weight, bias, shape.before)
-    if plain and math.prod(shape.made) <= FEW_PIXELS and (by_products or weight.shape[2:] == (1, 1)):
+    if plain and math.prod(shape.made) <= FEW_PIXELS and products_pay:
         return on_small_maps(input, weight, bias, shape.stride, shape.before)
     # A class that computes otherwise may add zeros of its own.
     alone = shape.unseen if torchs else input.shape[-2:].numel() <= FEW_PIXELS

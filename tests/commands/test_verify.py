@@ -156,12 +156,12 @@ def test_a_damaged_run_keeps_no_other_from_being_verified(copy: Copy, capsys: py
 def test_what_cannot_be_compared_is_refused(finished: Experiment) -> None:
     asked: list[tuple[dict[str, Any], str]] = [
         ({"from_step": 7}, r"^--from-step: .* has no checkpoint of step 7; it has those of \[20, 22\]$"),
-        ({"world_size": 5}, r"^--world-size: this result has 4 lanes, and each rank needs one; give at most 4$"),
+        ({"world_size": 5}, r"^--world-size: 5 is more than the lanes of this result; give at most 4$"),
         (
             {"result": finished.folder / "nothing"},
             r"nothing: no such file or folder; name a receipt, or a run's folder such as .*, or train: dvc repro$",
         ),
-        ({"from_step": 22}, r"^--steps: .* has no figure and no checkpoint behind step 22 up to 22; give more steps$"),
+        ({"from_step": 22}, r"^--from-step, --steps: .* has nothing to compare behind step 22 up to 22; name others$"),
     ]
     for words, said in asked:
         with pytest.raises(ConfigError, match=said):

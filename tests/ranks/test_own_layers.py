@@ -1,10 +1,11 @@
-"""A model whose convolutions are of a subclass: strategies that promise bits compute what one process does."""
+"""Convolutions of a subclass, and those that other CPUs compute otherwise: strategies that promise bits compute what one process does."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pipeline import models
+from pipeline.hardware import machine
 from tests.ranks.test_strategies import with_strategy
 
 
@@ -23,16 +24,21 @@ def made(*_: object) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def trained(group, strategy: str, per_rank: list[int], bf16: bool) -> str:
-    """The digest of gradients after some steps."""
+def trained(group, strategy: str, per_rank: list[int], name: str, bf16: bool, fast_products: bool) -> str:
+    """The digest of gradients after some steps, on a CPU of that kind."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(models, "build", made)
-        return with_strategy(group, strategy, "ordered", "own", per_rank, bf16)[0]
+        patched.setattr(machine, "fast_fp32_products", lambda: fast_products)
+        if name == "own":
+            patched.setattr(models, "build", made)
+        return with_strategy(group, strategy, "ordered", name, per_rank, bf16)[0]
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_every_strategy_has_the_same_bits(bf16: bool, run_ranks) -> None:
-    ((expected,),) = run_ranks(1, (trained, ("ddp", [4], bf16)))
+CASES = [("own", False, True), ("own", False, False), ("own", True, True), ("resnet18", False, True), ("resnet18", False, False)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=["fp32", "fp32, slow products", "bf16", "resnet18", "resnet18, slow products"])
+def test_every_strategy_has_the_same_bits(case: tuple[str, bool, bool], run_ranks) -> None:
+    ((expected,),) = run_ranks(1, (trained, ("ddp", [4], *case)))
     strategies = ("ddp", "allreduce", "fsdp", "pipeline")
-    found = run_ranks(2, *((trained, (strategy, [2, 2], bf16)) for strategy in strategies))
+    found = run_ranks(2, *((trained, (strategy, [2, 2], *case)) for strategy in strategies))
     assert found == [[expected] * len(strategies)] * 2

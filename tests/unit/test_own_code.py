@@ -43,7 +43,7 @@ def configured(root: Path, **model: object) -> Config:
     [
         (None, r"other.py: No such file or directory; name a file, from the folder of params.yaml on"),
         ("def make(): pass\nclass Net: pass\ndef other(): pass", r"other.py: has no function build; it has make, other"),
-        ("class build: pass", r"other.py: build is a class; name a function that returns one"),
+        ("class build: pass", r"other.py: build is a class; name a function, which may call it"),
         ("import torch", r"other.py: has no function build; it has none"),
         ("x = 1\ndef build(", r"other.py:2: '\(' was never closed"),
         ("x = '\\0'\n\0", r"other.py:\d+: source code"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.hardware.environment import CPU_SWITCHES, GPU_SWITCHES
-from pipeline.hardware.machine import fast_bf16, fast_fp32_products
+from pipeline.hardware.machine import INSTRUCTION_SETS, fast_bf16, fast_fp32_products
 from tests.kit.driver import driver
 from tests.kit.experiment import ROOT, Experiment
 
@@ -81,10 +81,12 @@ def test_bf16_is_for_cpus_that_gain_by_it(flags: set[str], maker: str, fast: boo
         ("avx2", "AuthenticAMD", True),
     ],
 )
-def test_on_zen_5_products_in_fp32_are_slower_than_convolutions(flags: str, maker: str, fast: bool, tmp_path: Path) -> None:
+def test_products_in_fp32_are_slow_on_amds_with_avx512_and_avx_vnni(flags: str, maker: str, fast: bool, tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text(f"vendor_id\t: {maker}\nflags\t\t: fpu {flags} sse\n")
     assert fast_fp32_products(info) == fast
+    # Or machines of one kind would compute otherwise.
+    assert all(flag.startswith(INSTRUCTION_SETS) for flag in flags.split())
 
 
 @pytest.mark.parametrize("code", [34, 100])
