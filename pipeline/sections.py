@@ -183,7 +183,7 @@ class Dist(Section):
 
     def _check_lanes(self, lanes: int) -> None:
         if lanes < (least := self.world_size * self.accumulation):
-            raise ValueError(f"lanes: {lanes} is fewer than world_size x accumulation; set lanes to at least {least}, which changes the bits")
+            raise ValueError(f"lanes: {lanes} is fewer than world_size x accumulation; at least {least} would do, with other bits")
         if self.images_per_step % lanes:
             raise ValueError(f"lanes: {lanes} does not divide the global batch ({self.images_per_step}); set lanes or {self.batch_key}")
         own = self.lanes_per_rank

@@ -31,7 +31,10 @@ SAID = [
         "dist.lanes_per_rank: only reduction: ordered takes unequal ranks; set lanes_per_rank: null",
     ),
     ({"dist": {"lanes": None, "accumulation": 3}}, "dist.lanes: reduction: ordered needs at least 6, or set reduction: native"),
-    ({"dist": {"lanes": 5, "accumulation": 3}}, "dist.lanes: 5 is fewer than world_size x accumulation; set lanes to at least 6, which changes the bits"),
+    (
+        {"dist": {"lanes": 5, "accumulation": 3}},
+        "dist.lanes: 5 is fewer than world_size x accumulation; at least 6 would do, with other bits",
+    ),
     ({"dist": {"lanes": 3}}, "dist.lanes: 3 does not divide the global batch (256); set lanes or batch_size_per_gpu"),
     ({"dist": {"lanes_per_rank": [1, 2]}}, "dist.lanes_per_rank: [1, 2] must be 2 numbers of at least 1 that add up to lanes (4)"),
     ({"dist": {"lanes_per_rank": [4]}}, "dist.lanes_per_rank: [4] must be 2 numbers of at least 1 that add up to lanes (4)"),
