@@ -1,15 +1,17 @@
 """The commands; a command's module is imported only when it runs."""
 
 import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # While it imports there is nothing to clean up, and no traceback to show.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import sys
 from importlib.util import find_spec
 
 if __name__ == "__main__" and not all(map(find_spec, ("psutil", "pydantic", "torch"))):
     print("the packages of requirements.lock are not installed here; run: make setup, then: . .venv/bin/activate", file=sys.stderr)
     sys.exit(4)
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # While it imports there is nothing to clean up, and no traceback to show.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
 import atexit
