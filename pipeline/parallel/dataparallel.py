@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeline.config import ConfigError, Dist
 from pipeline.parallel.lane_buffers import floating, set_floating
-from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, TreeNode, fold, push
+from pipeline.parallel.lanes import Lanes, Replicated, Row, Task, Totals, TreeNode, fold, push
 from pipeline.parallel.ordered import add
 from pipeline.parallel.replicas import FlatTask, flat_task
 from pipeline.ranks import Ranks
@@ -50,9 +50,9 @@ class Copy:
 
 @dataclass(frozen=True)
 class Found:
-    """What a device has computed: a row of totals for each lane, and the sums of gradients and of floating-point buffers."""
+    """What a device has found: for each lane what computes its row of totals, and the sums of gradients and floating-point buffers."""
 
-    rows: list[Tensor]
+    rows: list[Row]
     gradients: list[TreeNode[Tensor]]
     buffers: list[TreeNode[Tensor]]
 
@@ -83,11 +83,11 @@ class DataParallel(Replicated):
             parameter.grad = None
         self._ranks.heartbeat.computing(step)
         before = [one.clone() for one in self._first.task.model.buffers()]
-        rows: list[Tensor] = []
+        rows: list[Row] = []
         gradients: list[TreeNode[Tensor]] = []
         buffers: list[TreeNode[Tensor]] = []
         for found in self._threads.map(lambda one: self._compute(one, step, before), self._copies):
-            rows += [row.to(first) for row in found.rows]
+            rows += found.rows
             for stack, nodes in ((gradients, found.gradients), (buffers, found.buffers)):
                 for start, size, value in nodes:
                     push(stack, (start, size, value.to(first)), add)

@@ -1,7 +1,6 @@
 """DistributedDataParallel: every rank holds the whole model and takes its lanes of the global batch."""
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from pipeline import collectives
 from pipeline.config import ConfigError, Dist
 from pipeline.parallel import hierarchy, shared_sums
 from pipeline.parallel.lane_buffers import LaneBuffers
-from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, scaled
+from pipeline.parallel.lanes import Lanes, Replicated, Row, Task, Totals, scaled
 from pipeline.parallel.ordered import LaneGradients
 from pipeline.ranks import Ranks
 
@@ -54,25 +53,25 @@ class Ddp(Replicated):
             # A first backward for nothing: no step is another one because a start or a resume came before it.
             with self._buffers.kept():
                 self.backward(step)
-        for parameter in self._task.model.parameters():
+        for parameter in self.parameters.values():
             parameter.grad = None
-        rows: list[Tensor] = []
+        rows: list[Row] = []
         self._buffers.start()
         self._ranks.heartbeat.computing(step)
         for lane in self._lanes.own:
             last = lane == self._lanes.own[-1]
             self._buffers.before_lane(lane)
             self._ranks.heartbeat.computing()
-            with nullcontext() if last else self._ddp.no_sync():
-                loss, row = self._task.forward(self._ddp, step, lane)
-                # Backward changes no buffer: those of the last lane are on their way meanwhile.
-                self._buffers.after_lane(lane)
-                if last and self._gradients is None:
-                    loss.register_hook(self._waits_after_backward)
-                    # Before DDP waits for it in vain, also where an earlier micro-batch has given it a gradient.
-                    self._check([] if self._find_unused else absent(loss, self._wanted.values()))
-                loss = scaled(loss, self._scale)
-                (with_all(loss, self._wanted.values()) if self._find_unused else loss).backward()  # pyright: ignore
+            # Backward meets the other ranks only after a forward of DDP's own.
+            loss, row = self._task.forward(self._ddp if last else self._task.model, step, lane)
+            # Backward changes no buffer: those of the last lane are on their way meanwhile.
+            self._buffers.after_lane(lane)
+            if last and self._gradients is None:
+                loss.register_hook(self._waits_after_backward)
+                # Before DDP waits for it in vain, also where an earlier micro-batch has given it a gradient.
+                self._check([] if self._find_unused else absent(loss, self._wanted.values()))
+            loss = scaled(loss, self._scale)
+            (with_all(loss, self._wanted.values()) if self._find_unused else loss).backward()  # pyright: ignore
             self._check([one for one in self._wanted.values() if one.grad is None])
             rows.append(row)
             if self._gradients is not None and not last:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from pipeline.config import ConfigError, Dist
 from pipeline.parallel import Strategy, ddp
 from pipeline.parallel.lane_buffers import LaneBuffers
-from pipeline.parallel.lanes import Lanes, Task, Totals, TreeNode, first_weights, push, scaled, shapes
+from pipeline.parallel.lanes import Lanes, Row, Task, Totals, TreeNode, first_weights, push, scaled, shapes
 from pipeline.parallel.layouts import keep_layouts
 from pipeline.parallel.mesh import groups
 from pipeline.parallel.ordered import OrderedSum, add
@@ -87,7 +87,7 @@ class Fsdp:
 
     def backward(self, step: int) -> Totals:
         """Gradients of the mean loss over the global batch, and the step's totals."""
-        rows: list[Tensor] = []
+        rows: list[Row] = []
         for one in self._sums:
             one.start()
         self._drop_gradients()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config import ConfigError, Dist
-from pipeline.parallel.lanes import Lanes, Task, TreeNode, fold
+from pipeline.parallel.lanes import Lanes, Row, Task, TreeNode, fold
 from pipeline.parallel.ordered import add
 from pipeline.parallel.replicas import FlatTask, Replicas, flat_task, in_the_tree
 from pipeline.ranks import Ranks
@@ -51,8 +51,8 @@ class Graph:
         self._task = task
         self._captured: Captured | None = None
 
-    def lane(self, step: int, lane: int) -> tuple[Tensor, Tensor]:
-        """The row of totals and the flat gradient of one lane."""
+    def lane(self, step: int, lane: int) -> tuple[Row, Tensor]:
+        """What computes the row of totals, and the flat gradient, of one lane."""
         images, labels = self._task.task.begin(step, lane)
         if self._captured is None:
             self._captured = self._capture(images, labels)
@@ -63,7 +63,8 @@ class Graph:
         captured.labels.copy_(labels)
         captured.graph.replay()
         # The next replay writes into the same memory.
-        return captured.row.clone(), captured.gradient.clone()
+        row = captured.row.clone()
+        return lambda: row, captured.gradient.clone()
 
     def _capture(self, images: Tensor, labels: Tensor) -> Captured:
         images, labels = images.clone(), labels.clone()
@@ -79,7 +80,8 @@ class Graph:
         # Of this thread alone: NCCL's watchdog asks for events meanwhile.
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                row, gradient = self._task.gradient(images, labels)
+                compute_row, gradient = self._task.gradient(images, labels)
+                row = compute_row()
         except RuntimeError as error:
             raise why_not_captured(error) from error
         for buffer, value in zip(model.buffers(), before, strict=True):

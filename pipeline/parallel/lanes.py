@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -19,6 +20,8 @@ from pipeline.ranks import Ranks
 T = TypeVar("T")
 # A node of the tree: its first lane, how many lanes it spans, and their sum.
 TreeNode = tuple[int, int, T]
+# Computes the row of totals of one lane, which only steps that are logged need.
+Row = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,8 @@ class Task:
     # A model of the user's own may draw from any generator.
     seeds_all: bool = False
 
-    def forward(self, model: nn.Module, step: int, lane: int) -> tuple[Tensor, Tensor]:
-        """The sum of the losses of one lane, and its row of totals."""
+    def forward(self, model: nn.Module, step: int, lane: int) -> tuple[Tensor, Row]:
+        """The sum of the losses of one lane, and what computes its row of totals."""
         return self.loss(model, *self.begin(step, lane))
 
     def begin(self, step: int, lane: int) -> tuple[Tensor, Tensor]:
@@ -128,16 +131,21 @@ class Task:
             torch.default_generator.manual_seed(seed)
         seed_draws(seed, device)
 
-    def loss(self, model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of the losses of some images, and their row of totals."""
+    def loss(self, model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> tuple[Tensor, Row]:
+        """The sum of the losses of some images, and what computes their row of totals."""
         with self.autocast():
             logits = model(images)
         # In fp32 at least.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(logits, labels, self.class_weights, reduction="sum", label_smoothing=self.label_smoothing)
-        # Of mixed images, the class of the larger share counts as right.
-        correct, top5_correct = right_answers(logits.detach(), labels if labels.ndim == 1 else labels.argmax(1))
-        return loss, torch.stack([loss.detach().double(), correct.double(), top5_correct.double()])
+        return loss, partial(totals_row, loss.detach(), logits.detach(), labels)
+
+
+def totals_row(loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+    """The sums of loss, of right answers and of those among the first five, of one lane."""
+    # Of mixed images, the class of the larger share counts as right.
+    correct, top5_correct = right_answers(logits, labels if labels.ndim == 1 else labels.argmax(1))
+    return torch.stack([loss.double(), correct.double(), top5_correct.double()])
 
 
 def right_answers(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,13 +196,14 @@ def set_draws(state: Tensor, device: torch.device) -> None:
 class Totals:
     """Sums of loss, of right answers and of those among the first five of one step, a row for each own lane."""
 
-    rows: list[Tensor]
+    rows: list[Row]
     lanes: Lanes
     ranks: Ranks
 
     def over_ranks(self) -> dict[str, float]:
         """Means over the global batch, the same on all ranks and on any number of ranks; every rank must call it."""
-        own = torch.stack(self.rows) if self.rows else torch.zeros(0, 3, dtype=torch.float64, device=self.ranks.device)
+        none = torch.zeros(0, 3, dtype=torch.float64, device=self.ranks.device)
+        own = torch.cat([none, *(row().to(none)[None] for row in self.rows)])
         rows = self.ranks.gather_rows(own, self.lanes.per_rank)
         names = ("train/loss", "train/accuracy", "train/top5_accuracy")
         # Not on the device: a GPU would multiply with the reciprocal.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.parallel.lane_buffers import LaneBuffers
-from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, TreeNode, push, scaled
+from pipeline.parallel.lanes import Lanes, Replicated, Row, Task, Totals, TreeNode, push, scaled
 from pipeline.parallel.ordered import OrderedSum, add, flat, views
 from pipeline.ranks import Ranks
 
@@ -24,11 +24,11 @@ class FlatTask:
     global_batch: int
     parameters: list[Tensor]
 
-    def lane(self, step: int, lane: int) -> tuple[Tensor, Tensor]:
-        """The row of totals and the flat gradient of one lane."""
+    def lane(self, step: int, lane: int) -> tuple[Row, Tensor]:
+        """What computes the row of totals, and the flat gradient, of one lane."""
         return self.gradient(*self.task.begin(step, lane))
 
-    def gradient(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def gradient(self, images: Tensor, labels: Tensor) -> tuple[Row, Tensor]:
         """The same of images that are at hand."""
         loss, row = self.task.loss(self.task.model, images, labels)
         gradients = torch.autograd.grad(scaled(loss, 1 / self.global_batch), self.parameters, materialize_grads=True)
@@ -58,7 +58,7 @@ class Replicas(Replicated):
         task: FlatTask,
         lanes: Lanes,
         ranks: Ranks,
-        lane: Callable[[int, int], tuple[Tensor, Tensor]],
+        lane: Callable[[int, int], tuple[Row, Tensor]],
         reduce: Reduce,
     ):
         super().__init__(task.task.model)
@@ -68,7 +68,7 @@ class Replicas(Replicated):
 
     def backward(self, step: int) -> Totals:
         """Gradients of the mean loss over the global batch, and the step's totals."""
-        rows: list[Tensor] = []
+        rows: list[Row] = []
         stack: list[TreeNode[Tensor]] = []
         for parameter in self._task.parameters:
             # Those of the last step.

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from pipeline.config import Dist
 from pipeline.parallel import Strategy, ddp
 from pipeline.parallel.lane_buffers import LaneBuffers
-from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, draws, first_weights, scaled, set_draws, shapes
+from pipeline.parallel.lanes import Lanes, Replicated, Row, Task, Totals, draws, first_weights, scaled, set_draws, shapes
 from pipeline.ranks import Ranks
 
 
@@ -65,7 +65,7 @@ class TensorParallel(Replicated):
 
     def backward(self, step: int) -> Totals:
         """Gradients of the mean loss over the global batch, and the step's totals."""
-        rows: list[Tensor] = []
+        rows: list[Row] = []
         for parameter in self.parameters.values():
             parameter.grad = None
         self._buffers.start()

@@ -64,9 +64,10 @@ class NonFiniteGuard:
     def observe(self) -> None:
         """Record whether a gradient is non-finite; call it between backward and the update."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        if gradients:
-            gradients = whole_buckets(gradients)
+        if runs_ahead(self._bad) and gradients:
             self._bad.copy_(torch.maximum(self._bad, (~each_finite(gradients)).any().float()))
+        elif not all(map(is_finite, whole_buckets(gradients))):
+            self._bad.fill_(1)
         if self._state.sharded:
             self._ranks.maximum(self._bad)
         self._good_steps += self._bad == 0
@@ -83,8 +84,9 @@ class NonFiniteGuard:
         """Raise Diverged, on every rank, if a weight or an optimizer state is non-finite."""
         self.raise_if_diverged()
         kept = {name.removeprefix(MODEL): part for name, _, part in self._state.parts() if part.is_floating_point() and part.numel()}
-        # One look at the device, however many there are.
-        good = each_finite(list(kept.values())).tolist() if kept else []
+        tensors = list(kept.values())
+        # One look at a GPU, however many there are.
+        good = each_finite(tensors).tolist() if runs_ahead(self._bad) and tensors else map(is_finite, tensors)
         bad = [name for name, one in zip(kept, good, strict=True) if not one]
         # Always asked: a rank whose memory lost a bit must not leave the others in a save.
         self._ranks.heartbeat.waiting()
@@ -93,19 +95,24 @@ class NonFiniteGuard:
             raise Diverged(f"training diverged: {where} holds NaN or infinity after step {step}; {CURE}")
 
 
+def runs_ahead(one: Tensor) -> bool:
+    """Whether the host goes on while a tensor is computed: reading it would wait."""
+    return one.is_cuda
+
+
 def each_finite(tensors: list[Tensor]) -> Tensor:
-    """Whether every value of a tensor is finite, for each of at least one tensor, on their device."""
-    if tensors[0].device.type == "cuda":
-        # In one launch.
-        return torch.stack(torch._foreach_norm(tensors, math.inf)).isfinite()  # pyright: ignore
-    # On CPUs that norm takes ten times as long. The smallest and the largest value are NaN if one is.
-    return torch.stack([torch.stack(torch.aminmax(one)) for one in tensors]).isfinite().all(1)
+    """Whether every value of a tensor is finite, for each of at least one tensor: in one launch, and on their device."""
+    return torch.stack(torch._foreach_norm(tensors, math.inf)).isfinite()  # pyright: ignore
+
+
+def is_finite(one: Tensor) -> bool:
+    """The same of one tensor on a CPU, where that norm takes ten times as long. The smallest and the largest value are NaN if one is."""
+    smallest, largest = torch.aminmax(one)
+    return math.isfinite(smallest.item()) and math.isfinite(largest.item())
 
 
 def whole_buckets(gradients: list[Tensor]) -> list[Tensor]:
-    """On CPUs, gradients that fill their memory, as in a bucket of DDP's, as one tensor: one look takes less time than many."""
-    if gradients[0].device.type == "cuda":
-        return gradients
+    """Gradients that fill their memory, as in a bucket of DDP's, as one tensor: one look takes less time than many."""
     buckets: dict[int, list[Tensor]] = {}
     for one in gradients:
         buckets.setdefault(one.untyped_storage().data_ptr(), []).append(one)
@@ -179,7 +186,7 @@ def write_diagnosis(path: Path, task: Task, lanes: Lanes, group: Ranks, samples:
     # Ranks of a pipeline compute together, each as often as any other.
     asked = [*lanes.own, *[lanes.own[0]] * (max(lanes.per_rank) - len(lanes.own))]
     with torch.no_grad():
-        rows = torch.stack([task.forward(task.model, step, lane)[1][:1] for lane in asked])
+        rows = torch.stack([task.forward(task.model, step, lane)[1]()[:1] for lane in asked])
     losses = group.gather_rows(rows[: len(lanes.own)], lanes.per_rank).flatten().tolist()
     bad = [lane for lane, loss in enumerate(losses) if not math.isfinite(loss)]
     found = [{"lane": lane, "loss": repr(loss), "samples": samples(step, lane).tolist()} for lane, loss in enumerate(losses)]

@@ -68,7 +68,7 @@ def losses(group: Any, strategy: str) -> list[list[float]]:
     task = Task(model, batch_of(4, group.device), 3, 0.1, nullcontext)
     lanes = Lanes([4 // group.size] * group.size, group.rank, BATCH)
     parallel.build(task, lanes, group, Dist.model_construct(strategy=strategy))
-    return [task.forward(model, 5, lane)[1].tolist() for lane in lanes.own]
+    return [task.forward(model, 5, lane)[1]().tolist() for lane in lanes.own]
 
 
 def test_a_forward_alone_draws_what_it_draws_in_one_process(run_ranks) -> None:

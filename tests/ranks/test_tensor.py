@@ -55,7 +55,7 @@ def trained(group: Any, name: str, strategy: str) -> tuple[dict[str, torch.Tenso
     task, lanes, state = built(group, name, strategy)
     whole = {name: value.clone() for name, value in state.whole()}
     with torch.no_grad():
-        losses = [task.forward(task.model, 5, lane)[1].tolist() for lane in lanes.own]
+        losses = [task.forward(task.model, 5, lane)[1]().tolist() for lane in lanes.own]
     return whole, sum(part.numel() for _, parameter, part in state.parts() if parameter is not None), losses
 
 

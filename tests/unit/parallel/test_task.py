@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import FrozenInstanceError, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import draw_seed
+from pipeline.parallel import lanes
 from pipeline.parallel.lanes import Lanes, Replicated, Task, Totals, draws, fold, right_answers, scaled, seed_draws, set_draws
 from pipeline.ranks import Ranks
 
@@ -40,7 +42,8 @@ def by_sorting(logits: Tensor, labels: Tensor) -> list[int]:
 
 def test_a_lane_gives_the_sum_of_its_losses_and_its_row_of_loss_and_right_answers() -> None:
     task = made()
-    loss, row = task.forward(task.model, 2, 1)
+    loss, count = task.forward(task.model, 2, 1)
+    row = count()
     images, labels = batch(2, 1)
     logits = task.model(images)
     assert loss.item() == pytest.approx(losses(logits, labels).sum().item(), rel=1e-6)
@@ -49,14 +52,24 @@ def test_a_lane_gives_the_sum_of_its_losses_and_its_row_of_loss_and_right_answer
     assert (row.dtype, row.requires_grad) == (torch.float64, False)
 
 
+def test_a_row_is_computed_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    monkeypatch.setattr(lanes, "right_answers", lambda logits, labels: (seen.append(labels), right_answers(logits, labels))[1])
+    task = made()
+    _, compute_row = task.forward(task.model, 2, 1)
+    assert seen == []
+    compute_row()
+    assert len(seen) == 1
+
+
 def test_right_answers_are_those_with_the_largest_output() -> None:
     task = made()
     _, labels = batch(0, 0)
     right = Task(lambda _: nn.functional.one_hot(labels, 7).float(), batch, 3, 0.0, nullcontext)
-    assert right.forward(right.model, 0, 0)[1][1:].tolist() == [5, 5]
+    assert right.forward(right.model, 0, 0)[1]()[1:].tolist() == [5, 5]
     wrong = Task(lambda _: -nn.functional.one_hot(labels, 7).float(), batch, 3, 0.0, nullcontext)
-    assert wrong.forward(wrong.model, 0, 0)[1][1:].tolist() == [0, 0]
-    assert task.forward(task.model, 0, 0)[1][0].item() > 0
+    assert wrong.forward(wrong.model, 0, 0)[1]()[1:].tolist() == [0, 0]
+    assert task.forward(task.model, 0, 0)[1]()[0].item() > 0
 
 
 @pytest.mark.parametrize("classes", [1, 2, 4, 5, 6, 10])
@@ -113,9 +126,10 @@ def test_a_class_counts_in_the_loss_as_much_as_it_weighs() -> None:
     weights = torch.linspace(0.2, 2, 7)
     plain, weighed = made(), replace(made(), class_weights=weights)
     alone = [plain.loss(lambda one: one, logits[one : one + 1], labels[one : one + 1])[0] for one in range(9)]
-    loss, row = weighed.loss(lambda one: one, logits, labels)
+    loss, count = weighed.loss(lambda one: one, logits, labels)
+    row = count()
     assert torch.allclose(loss, sum(one * weights[label] for one, label in zip(alone, labels, strict=True)))
-    assert torch.equal(row[1:], plain.loss(lambda one: one, logits, labels)[1][1:])
+    assert torch.equal(row[1:], plain.loss(lambda one: one, logits, labels)[1]()[1:])
 
 
 def test_label_smoothing_takes_a_share_of_the_loss_over_all_classes() -> None:
@@ -159,7 +173,7 @@ def test_a_gpus_draws_leave_those_of_the_cpu_alone() -> None:
 def totals(group: Ranks, per_rank: list[int]) -> dict[str, float]:
     lanes = Lanes(per_rank, group.rank, 48)
     rows = [torch.tensor([0.1 * 10.0**lane, lane, lane + 1], dtype=torch.float64) for lane in lanes.own]
-    return Totals(rows, lanes, group).over_ranks()
+    return Totals([partial(torch.clone, row) for row in rows], lanes, group).over_ranks()
 
 
 @pytest.mark.parametrize("per_rank", [[6], [3, 3], [1, 2, 3], [6, 0]], ids=str)

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipeline.ranks import Ranks
 from pipeline.tracking.journal import Silent
-from pipeline.training import loop, train_rank
+from pipeline.training import guard, loop, train_rank
 from pipeline.training.stopping import Stop
 from tests.kit.experiment import make_job
 
@@ -55,7 +55,8 @@ def test_nothing_is_read_from_the_device_between_two_log_lines(
     data = {"name": "synthetic:1600", "validation_share": 0.5, "augment": augment, "image_size": 8}
     dist = {"world_size": 1, "batch_size_per_gpu": 12, "reduction": reduction, "lanes": lanes}
     job = make_job(tmp_path, model__name="resnet18", data=data, train__epochs=2, dist=dist)
-    # The flag of a stop request is a value of the host.
+    # As on a GPU. The flag of a stop request is a value of the host.
+    monkeypatch.setattr(guard, "runs_ahead", lambda _: True)
     monkeypatch.setattr(Stop, "agreed", lambda self: False)
     monkeypatch.setattr(train_rank, "plan", lambda *_: loop.Steps(12, 6, 2, 1000, 12))
     reads = Reads()
