@@ -29,8 +29,7 @@ from pipeline.tracking.registry import register
 
 log = logging.getLogger(__name__)
 
-BATCH = 900
-PAUSE_SECONDS = 3.0
+BATCH, PAUSE_SECONDS = 900, 3.0
 RUN_TAG = "lockstep.run"
 STATUS = {"done": "FINISHED", "stopped": "KILLED"}
 FAILED = ("failed", "configuration", "data", "machine", "diverged")
@@ -240,10 +239,11 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     # Whoever stops the training wants its end to be in MLflow.
     closed = beside_a_training()
-    run = Path(sys.argv[1])
+    lock = Path(sys.argv[1], "mirror.lock")
     # The mirror of an earlier start may still be sending.
-    with locked(run / "mirror.lock"):
-        return 0 if follow(run, closed) else 1
+    with locked(lock):
+        lock.write_text(str(os.getpid()))
+        return 0 if follow(lock.parent, closed) else 1
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from pipeline.tracking.journal import last
 from pipeline.tracking.mirror_state import database_of, read_state, server_id, write_error
 from pipeline.tracking.uploads import ANSWERS
 
+MIRROR = "pipeline.tracking.mirror"
 # How late MLflow may make an end: by a server that takes nothing, and by one that goes on taking.
 DEAF_SECONDS, RECEIVING_SECONDS = 8.0, 600.0
 # After a stop request, also where a busy machine lets the mirror, which runs at nice 19, do nothing.
@@ -123,7 +124,7 @@ class MirrorProcess:
         os.set_blocking(writer, False)
         with (run / "logs" / "mirror.log").open("a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pipeline.tracking.mirror", str(run)],
+                [sys.executable, "-m", MIRROR, str(run)],
                 cwd=Path(__file__).parents[2],
                 env=(PATIENT if patient else QUICK_TO_FAIL) | os.environ | credentials | {"MLFLOW_TRACKING_URI": uri, ANSWERS: str(writer)},
                 pass_fds=(writer,),
@@ -132,7 +133,6 @@ class MirrorProcess:
                 stderr=log,
             )
         os.close(writer)
-        self._mirror = psutil.Process(self._process.pid)
         self._progress = (0, 0)
         self._deaf_seconds = 0.0
 
@@ -192,13 +192,22 @@ class MirrorProcess:
         time.sleep(0.05)
         with contextlib.suppress(psutil.NoSuchProcess):
             progress = (read_state(self._run).offset, self._read_bytes())
-            got_on = progress[0] != self._progress[0] or progress[1] > self._progress[1] + PROGRESS_BYTES
+            got_on = progress[0] != self._progress[0] or abs(progress[1] - self._progress[1]) > PROGRESS_BYTES
             if counts_progress and (self._was_answered() or got_on):
                 self._progress, self._deaf_seconds = progress, 0.0
-            elif self._mirror.status() == psutil.STATUS_SLEEPING:
+            elif self._sender().status() == psutil.STATUS_SLEEPING:
                 # On a busy machine a moment is longer.
                 self._deaf_seconds += time.monotonic() - before
         return True
+
+    def _sender(self) -> psutil.Process:
+        """The mirror, or, while it waits for that, the mirror of an earlier start which still sends."""
+        with contextlib.suppress(OSError, ValueError, psutil.Error):
+            earlier = psutil.Process(int((self._run / "mirror.lock").read_text()))
+            # A number may belong to another process by now.
+            if MIRROR in earlier.cmdline():
+                return earlier
+        return psutil.Process(self._process.pid)
 
     def _was_answered(self) -> bool:
         """Return True if a server has answered the mirror since the last call."""
@@ -210,5 +219,5 @@ class MirrorProcess:
         """Return how much the mirror has read: in an upload, how much of the file it has sent."""
         # macOS keeps no such count: there, an upload of more than DEAF_SECONDS is left to `sync`.
         with contextlib.suppress(AttributeError, RuntimeError, psutil.Error):
-            return int(self._mirror.io_counters().read_chars)  # pyright: ignore[reportAttributeAccessIssue]
+            return int(self._sender().io_counters().read_chars)  # pyright: ignore[reportAttributeAccessIssue]
         return 0

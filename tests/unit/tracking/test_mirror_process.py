@@ -1,6 +1,8 @@
 """Where a mirror sends what it reads, and how long anyone waits for it."""
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -48,6 +50,49 @@ def test_after_a_stop_request_a_mirror_that_a_busy_machine_starves_is_given_up(t
     started_at = time.monotonic()
     assert mirror.finish(Event(), lambda _: None, stopped=True) is not None
     assert 1 <= time.monotonic() - started_at < 6
+
+
+# What holds a lock under the name of a mirror: it sleeps, or gets no CPU, as a busy machine has it.
+EARLIER = """
+import fcntl, os, signal, sys, time
+file = open(sys.argv[1], "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+file.write(str(os.getpid()))
+file.flush()
+print("held", flush=True)
+if sys.argv[2] == "starves":
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("what", ["sleeps", "starves"])
+def test_a_mirror_that_waits_for_an_earlier_one_is_given_up_only_if_that_sleeps(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror_process, "DEAF_SECONDS", 1)
+    monkeypatch.setattr(mirror_process, "RECEIVING_SECONDS", 4)
+    run = tmp_path / "runs" / "0123456789abcdef"
+    run.mkdir(parents=True)
+    (run / "journal.jsonl").touch()
+    words = [sys.executable, "-c", EARLIER, str(run / "mirror.lock"), what, mirror_process.MIRROR]
+    earlier = subprocess.Popen(words, stdout=subprocess.PIPE)
+    try:
+        assert earlier.stdout is not None
+        assert earlier.stdout.readline() == b"held\n"
+        started_at = time.monotonic()
+        error = MirrorProcess(run, Paths(tmp_path / "params.yaml")).finish(Event(), lambda _: None)
+        waited_seconds = time.monotonic() - started_at
+    finally:
+        earlier.kill()
+        earlier.communicate()
+    assert error is not None
+    if what == "sleeps":
+        assert waited_seconds < 4
+        assert error.startswith("the server has not answered in ")
+    else:
+        assert waited_seconds >= 4
+        assert error.startswith("the server was still receiving after ")
 
 
 @pytest.mark.parametrize(

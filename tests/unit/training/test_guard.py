@@ -15,11 +15,18 @@ from torch import Tensor, nn
 from pipeline.config import MachineError
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.ranks import Ranks
+from pipeline.training import guard
 from pipeline.training.guard import Diverged, NonFiniteGuard, check_kernels, finite, write_diagnosis
 from pipeline.training.state import State
 from tests.unit.training.test_checkpoint import SingleNode
 
 CURE = "lower train.learning_rate or raise train.warmup_epochs"
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["on a CPU", "as on a GPU"])
+def host_runs_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU computes a CPU can compute, too."""
+    monkeypatch.setattr(guard, "runs_ahead", lambda _: request.param)
 
 
 class Trained:
