@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeline.config import ConfigError, Dist
 from pipeline.parallel.lane_buffers import floating, set_floating
-from pipeline.parallel.lanes import Lanes, Replicated, Row, Task, Totals, TreeNode, fold, push
+from pipeline.parallel.lanes import ComputeRow, Lanes, Replicated, Task, Totals, TreeNode, fold, push
 from pipeline.parallel.ordered import add
 from pipeline.parallel.replicas import FlatTask, flat_task
 from pipeline.ranks import Ranks
@@ -52,7 +52,7 @@ class Copy:
 class Found:
     """What a device has found: for each lane what computes its row of totals, and the sums of gradients and floating-point buffers."""
 
-    rows: list[Row]
+    rows: list[ComputeRow]
     gradients: list[TreeNode[Tensor]]
     buffers: list[TreeNode[Tensor]]
 
@@ -83,7 +83,7 @@ class DataParallel(Replicated):
             parameter.grad = None
         self._ranks.heartbeat.computing(step)
         before = [one.clone() for one in self._first.task.model.buffers()]
-        rows: list[Row] = []
+        rows: list[ComputeRow] = []
         gradients: list[TreeNode[Tensor]] = []
         buffers: list[TreeNode[Tensor]] = []
         for found in self._threads.map(lambda one: self._compute(one, step, before), self._copies):
@@ -111,8 +111,8 @@ class DataParallel(Replicated):
                     images, labels = task.batch(step, lane)
                 with self._alone(one.device, task):
                     task.seed_draws(step, lane, one.device)
-                    row, gradient = one.task.gradient(images.to(one.device), labels.to(one.device))
-                found.rows.append(row)
+                    compute_row, gradient = one.task.gradient(images.to(one.device), labels.to(one.device))
+                found.rows.append(compute_row)
                 push(found.gradients, (lane, 1, gradient), add)
                 push(found.buffers, (lane, 1, floating(model.buffers())), add)
         return found

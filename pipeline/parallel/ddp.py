@@ -12,7 +12,7 @@ from pipeline import collectives
 from pipeline.config import ConfigError, Dist
 from pipeline.parallel import hierarchy, shared_sums
 from pipeline.parallel.lane_buffers import LaneBuffers
-from pipeline.parallel.lanes import Lanes, Replicated, Row, Task, Totals, scaled
+from pipeline.parallel.lanes import ComputeRow, Lanes, Replicated, Task, Totals, scaled
 from pipeline.parallel.ordered import LaneGradients
 from pipeline.ranks import Ranks
 
@@ -36,6 +36,8 @@ class Ddp(Replicated):
         # Nor are weights where ranks come and go: those that come have got them from a peer.
         alike = collectives.in_vain is not None
         self._ddp = DistributedDataParallel(task.model, forward_sync_buffers=False, gradient_as_bucket_view=True, init_sync=not alike)
+        # A model that calls torch.compile is else cut at buckets, where DDP computes forward, and not in the other lanes.
+        torch._dynamo.config.optimize_ddp = False
         self._buffers, self._find_unused = LaneBuffers(task.model, lanes, of_buffers), find_unused
         self._wanted = {name: one for name, one in task.model.named_parameters() if one.requires_grad}
         self._gradients = LaneGradients(lanes, ranks, list(self._wanted.values()), reduction) if reduction else None
@@ -55,15 +57,17 @@ class Ddp(Replicated):
                 self.backward(step)
         for parameter in self.parameters.values():
             parameter.grad = None
-        rows: list[Row] = []
+        rows: list[ComputeRow] = []
         self._buffers.start()
+        # Once it makes other buckets, by messages of all ranks: later, in the last lane, those would wait for the slowest one.
+        self._ddp.reducer._rebuild_buckets()
         self._ranks.heartbeat.computing(step)
         for lane in self._lanes.own:
             last = lane == self._lanes.own[-1]
             self._buffers.before_lane(lane)
             self._ranks.heartbeat.computing()
             # Backward meets the other ranks only after a forward of DDP's own.
-            loss, row = self._task.forward(self._ddp if last else self._task.model, step, lane)
+            loss, compute_row = self._task.forward(self._ddp if last else self._task.model, step, lane)
             # Backward changes no buffer: those of the last lane are on their way meanwhile.
             self._buffers.after_lane(lane)
             if last and self._gradients is None:
@@ -73,7 +77,7 @@ class Ddp(Replicated):
             loss = scaled(loss, self._scale)
             (with_all(loss, self._wanted.values()) if self._find_unused else loss).backward()  # pyright: ignore
             self._check([one for one in self._wanted.values() if one.grad is None])
-            rows.append(row)
+            rows.append(compute_row)
             if self._gradients is not None and not last:
                 self._gradients.keep(lane)
         self._buffers.finish()

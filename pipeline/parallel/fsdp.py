@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from pipeline.config import ConfigError, Dist
 from pipeline.parallel import Strategy, ddp
 from pipeline.parallel.lane_buffers import LaneBuffers
-from pipeline.parallel.lanes import Lanes, Row, Task, Totals, TreeNode, first_weights, push, scaled, shapes
+from pipeline.parallel.lanes import ComputeRow, Lanes, Task, Totals, TreeNode, first_weights, push, scaled, shapes
 from pipeline.parallel.layouts import keep_layouts
 from pipeline.parallel.mesh import groups
 from pipeline.parallel.ordered import OrderedSum, add
@@ -87,7 +87,7 @@ class Fsdp:
 
     def backward(self, step: int) -> Totals:
         """Gradients of the mean loss over the global batch, and the step's totals."""
-        rows: list[Row] = []
+        rows: list[ComputeRow] = []
         for one in self._sums:
             one.start()
         self._drop_gradients()
@@ -104,10 +104,10 @@ class Fsdp:
                 self._drop_gradients()
             else:
                 self._model.set_requires_gradient_sync(last)
-            loss, row = self._task.forward(self._task.model, step, lane)
+            loss, compute_row = self._task.forward(self._task.model, step, lane)
             self._buffers.after_lane(lane)
             scaled(loss, 1 / self._lanes.global_batch).backward()  # pyright: ignore[reportUnknownMemberType]
-            rows.append(row)
+            rows.append(compute_row)
         for one in self._sums:
             one.finish()
         for name, parameter in self.parameters.items():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config import ConfigError, Dist
-from pipeline.parallel.lanes import Lanes, Row, Task, TreeNode, fold
+from pipeline.parallel.lanes import ComputeRow, Lanes, Task, TreeNode, fold
 from pipeline.parallel.ordered import add
 from pipeline.parallel.replicas import FlatTask, Replicas, flat_task, in_the_tree
 from pipeline.ranks import Ranks
@@ -51,7 +51,7 @@ class Graph:
         self._task = task
         self._captured: Captured | None = None
 
-    def lane(self, step: int, lane: int) -> tuple[Row, Tensor]:
+    def lane(self, step: int, lane: int) -> tuple[ComputeRow, Tensor]:
         """What computes the row of totals, and the flat gradient, of one lane."""
         images, labels = self._task.task.begin(step, lane)
         if self._captured is None:
@@ -74,7 +74,8 @@ class Graph:
         beside.wait_stream(here)
         with torch.cuda.stream(beside):
             for _ in range(WARM_UP):
-                self._task.gradient(images, labels)
+                compute_row, _ = self._task.gradient(images, labels)
+                compute_row()
         here.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         # Of this thread alone: NCCL's watchdog asks for events meanwhile.

@@ -20,8 +20,8 @@ from pipeline.ranks import Ranks
 T = TypeVar("T")
 # A node of the tree: its first lane, how many lanes it spans, and their sum.
 TreeNode = tuple[int, int, T]
-# Computes the row of totals of one lane, which only steps that are logged need.
-Row = Callable[[], Tensor]
+# Computes the row of totals of one lane, which few steps need: those that are logged.
+ComputeRow = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Task:
     # A model of the user's own may draw from any generator.
     seeds_all: bool = False
 
-    def forward(self, model: nn.Module, step: int, lane: int) -> tuple[Tensor, Row]:
+    def forward(self, model: nn.Module, step: int, lane: int) -> tuple[Tensor, ComputeRow]:
         """The sum of the losses of one lane, and what computes its row of totals."""
         return self.loss(model, *self.begin(step, lane))
 
@@ -131,7 +131,7 @@ class Task:
             torch.default_generator.manual_seed(seed)
         seed_draws(seed, device)
 
-    def loss(self, model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> tuple[Tensor, Row]:
+    def loss(self, model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> tuple[Tensor, ComputeRow]:
         """The sum of the losses of some images, and what computes their row of totals."""
         with self.autocast():
             logits = model(images)
@@ -196,14 +196,14 @@ def set_draws(state: Tensor, device: torch.device) -> None:
 class Totals:
     """Sums of loss, of right answers and of those among the first five of one step, a row for each own lane."""
 
-    rows: list[Row]
+    rows: list[ComputeRow]
     lanes: Lanes
     ranks: Ranks
 
     def over_ranks(self) -> dict[str, float]:
         """Means over the global batch, the same on all ranks and on any number of ranks; every rank must call it."""
         none = torch.zeros(0, 3, dtype=torch.float64, device=self.ranks.device)
-        own = torch.cat([none, *(row().to(none)[None] for row in self.rows)])
+        own = torch.cat([none, *(compute_row().to(none)[None] for compute_row in self.rows)])
         rows = self.ranks.gather_rows(own, self.lanes.per_rank)
         names = ("train/loss", "train/accuracy", "train/top5_accuracy")
         # Not on the device: a GPU would multiply with the reciprocal.

@@ -19,7 +19,20 @@ from torch.func import functional_call
 from pipeline.config import Dist
 from pipeline.parallel import Strategy, ddp
 from pipeline.parallel.lane_buffers import floating, set_floating
-from pipeline.parallel.lanes import Lanes, Replicated, Row, Task, Totals, TreeNode, draws, first_weights, push, scaled, set_draws, shapes
+from pipeline.parallel.lanes import (
+    ComputeRow,
+    Lanes,
+    Replicated,
+    Task,
+    Totals,
+    TreeNode,
+    draws,
+    first_weights,
+    push,
+    scaled,
+    set_draws,
+    shapes,
+)
 from pipeline.parallel.mesh import groups
 from pipeline.parallel.messages import Messages
 from pipeline.parallel.ordered import add, flat, views
@@ -79,7 +92,7 @@ class Pipeline(Replicated):
 
     def backward(self, step: int) -> Totals:
         """Gradients of the mean loss over the global batch, and the step's totals."""
-        rows: list[Row] = []
+        rows: list[ComputeRow] = []
         stack: list[TreeNode[Tensor]] = []
         passed: deque[Passed] = deque()
         lanes = self._lanes.own
@@ -106,7 +119,7 @@ class Pipeline(Replicated):
         self._set_buffers(buffers, own)
         return Totals(rows, self._totals, self._ranks)
 
-    def _pass(self, step: int, lane: int, buffers: dict[str, Tensor], rows: list[Row]) -> Passed:
+    def _pass(self, step: int, lane: int, buffers: dict[str, Tensor], rows: list[ComputeRow]) -> Passed:
         """One lane's forward through this stage."""
         # Only the first stage needs images, and only the last one labels.
         entering, labels = self._task.begin(step, lane) if lane in self.reads else (torch.empty(0), torch.empty(0))
@@ -115,8 +128,8 @@ class Pipeline(Replicated):
         # A layer that works in place may not do so on what is differentiated for.
         stage = partial(functional_call, self._stage, buffers)
         if self._is_last:
-            loss, row = self._task.loss(stage, entering.clone(), labels)
-            rows.append(row)
+            loss, compute_row = self._task.loss(stage, entering.clone(), labels)
+            rows.append(compute_row)
             return entering, scaled(loss, 1 / self._lanes.global_batch)
         with self._task.autocast():
             leaving: Tensor = HandedOver.apply(stage(entering.clone()))  # pyright: ignore

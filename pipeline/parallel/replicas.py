@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.parallel.lane_buffers import LaneBuffers
-from pipeline.parallel.lanes import Lanes, Replicated, Row, Task, Totals, TreeNode, push, scaled
+from pipeline.parallel.lanes import ComputeRow, Lanes, Replicated, Task, Totals, TreeNode, push, scaled
 from pipeline.parallel.ordered import OrderedSum, add, flat, views
 from pipeline.ranks import Ranks
 
@@ -24,15 +24,15 @@ class FlatTask:
     global_batch: int
     parameters: list[Tensor]
 
-    def lane(self, step: int, lane: int) -> tuple[Row, Tensor]:
+    def lane(self, step: int, lane: int) -> tuple[ComputeRow, Tensor]:
         """What computes the row of totals, and the flat gradient, of one lane."""
         return self.gradient(*self.task.begin(step, lane))
 
-    def gradient(self, images: Tensor, labels: Tensor) -> tuple[Row, Tensor]:
+    def gradient(self, images: Tensor, labels: Tensor) -> tuple[ComputeRow, Tensor]:
         """The same of images that are at hand."""
-        loss, row = self.task.loss(self.task.model, images, labels)
+        loss, compute_row = self.task.loss(self.task.model, images, labels)
         gradients = torch.autograd.grad(scaled(loss, 1 / self.global_batch), self.parameters, materialize_grads=True)
-        return row, flat(list(gradients), self.parameters)
+        return compute_row, flat(list(gradients), self.parameters)
 
     def views(self, values: Tensor) -> list[Tensor]:
         """One flat tensor as the parameters lie in memory."""
@@ -58,7 +58,7 @@ class Replicas(Replicated):
         task: FlatTask,
         lanes: Lanes,
         ranks: Ranks,
-        lane: Callable[[int, int], tuple[Row, Tensor]],
+        lane: Callable[[int, int], tuple[ComputeRow, Tensor]],
         reduce: Reduce,
     ):
         super().__init__(task.task.model)
@@ -68,7 +68,7 @@ class Replicas(Replicated):
 
     def backward(self, step: int) -> Totals:
         """Gradients of the mean loss over the global batch, and the step's totals."""
-        rows: list[Row] = []
+        rows: list[ComputeRow] = []
         stack: list[TreeNode[Tensor]] = []
         for parameter in self._task.parameters:
             # Those of the last step.
@@ -78,9 +78,9 @@ class Replicas(Replicated):
         for lane in self._lanes.own:
             self._buffers.before_lane(lane)
             self._ranks.heartbeat.computing()
-            row, gradient = self._lane(step, lane)
+            compute_row, gradient = self._lane(step, lane)
             self._buffers.after_lane(lane)
-            rows.append(row)
+            rows.append(compute_row)
             push(stack, (lane, 1, gradient), add)
         self._ranks.heartbeat.waiting()
         for parameter, gradient in zip(self._task.parameters, self._task.views(self._reduce(stack)), strict=True):

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from pipeline.config import Dist
 from pipeline.parallel import Strategy, ddp
 from pipeline.parallel.lane_buffers import LaneBuffers
-from pipeline.parallel.lanes import Lanes, Replicated, Row, Task, Totals, draws, first_weights, scaled, set_draws, shapes
+from pipeline.parallel.lanes import ComputeRow, Lanes, Replicated, Task, Totals, draws, first_weights, scaled, set_draws, shapes
 from pipeline.ranks import Ranks
 
 
@@ -65,17 +65,17 @@ class TensorParallel(Replicated):
 
     def backward(self, step: int) -> Totals:
         """Gradients of the mean loss over the global batch, and the step's totals."""
-        rows: list[Row] = []
+        rows: list[ComputeRow] = []
         for parameter in self.parameters.values():
             parameter.grad = None
         self._buffers.start()
         self._ranks.heartbeat.computing(step)
         for lane in self._lanes.own:
             self._buffers.before_lane(lane)
-            loss, row = self._task.loss(self._whole_forward, *self._task.begin(step, lane))
+            loss, compute_row = self._task.loss(self._whole_forward, *self._task.begin(step, lane))
             self._buffers.after_lane(lane)
             scaled(loss, 1 / self._lanes.global_batch).backward()  # pyright: ignore[reportUnknownMemberType]
-            rows.append(row)
+            rows.append(compute_row)
         for parameter in self.parameters.values():
             if parameter.grad is None and parameter.requires_grad:
                 # It took no part.

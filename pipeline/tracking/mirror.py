@@ -16,20 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import MachineError
-from pipeline.files import fsync_path, locked
+from pipeline.files import fsync_path
 from pipeline.stop_signals import beside_a_training
 from pipeline.tracking import logged_models, uploads
 from pipeline.tracking.database import opening
 from pipeline.tracking.experiment_page import prepared_experiment
 from pipeline.tracking.journal import CHECKPOINT, Tail, last, read
-from pipeline.tracking.mirror_state import State, error_line, read_state, server_id, write_error, write_state
+from pipeline.tracking.mirror_state import State, error_line, read_state, sending, server_id, write_error, write_state
 from pipeline.tracking.mlflow_flavor import Program
 from pipeline.tracking.points import Points
 from pipeline.tracking.registry import register
 
 log = logging.getLogger(__name__)
 
-BATCH, PAUSE_SECONDS = 900, 3.0
+BATCH = 900
+PAUSE_SECONDS = 3.0
 RUN_TAG = "lockstep.run"
 STATUS = {"done": "FINISHED", "stopped": "KILLED"}
 FAILED = ("failed", "configuration", "data", "machine", "diverged")
@@ -239,11 +240,10 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     # Whoever stops the training wants its end to be in MLflow.
     closed = beside_a_training()
-    lock = Path(sys.argv[1], "mirror.lock")
-    # The mirror of an earlier start may still be sending.
-    with locked(lock):
-        lock.write_text(str(os.getpid()))
-        return 0 if follow(lock.parent, closed) else 1
+    run = Path(sys.argv[1])
+    # The mirror of an earlier start may still be at it.
+    with sending(run):
+        return 0 if follow(run, closed) else 1
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pipeline.config import ConfigError
 from pipeline.files import Paths
 from pipeline.tracking.experiment_page import WORKFLOW
 from pipeline.tracking.journal import last
-from pipeline.tracking.mirror_state import database_of, read_state, server_id, write_error
+from pipeline.tracking.mirror_state import database_of, read_state, sender, server_id, write_error
 from pipeline.tracking.uploads import ANSWERS
 
 MIRROR = "pipeline.tracking.mirror"
@@ -201,11 +201,11 @@ class MirrorProcess:
         return True
 
     def _sender(self) -> psutil.Process:
-        """The mirror, or, while it waits for that, the mirror of an earlier start which still sends."""
-        with contextlib.suppress(OSError, ValueError, psutil.Error):
-            earlier = psutil.Process(int((self._run / "mirror.lock").read_text()))
+        """The mirror; or the one of an earlier start, while that still sends and the mirror waits for its end."""
+        with contextlib.suppress(ValueError, OverflowError, psutil.Error):
+            earlier = psutil.Process(sender(self._run))
             # A number may belong to another process by now.
-            if MIRROR in earlier.cmdline():
+            if earlier.cmdline()[-2:] == [MIRROR, str(self._run)]:
                 return earlier
         return psutil.Process(self._process.pid)
 

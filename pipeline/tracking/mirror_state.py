@@ -3,12 +3,15 @@
 import contextlib
 import hashlib
 import json
+import os
 import re
+from collections.abc import Generator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pipeline.files import atomic_write
+from pipeline.files import atomic_write, locked
 
+LOCK = "mirror.lock"
 # How requests and urllib3 say it, in a sentence of 500 characters.
 UNANSWERED = "does not answer"
 UNREACHED = re.compile(r"HTTPS?Connection(?:Pool)?\(host='([^']+)', port=(\d+)\)")
@@ -78,6 +81,24 @@ def error_line(error: Exception) -> str:
             "; the server lets only names in that it knows: start it with MLFLOW_SERVER_ALLOWED_HOSTS=<host>:<port>, or see its passwords"
         )
     return text
+
+
+@contextlib.contextmanager
+def sending(run: Path) -> Generator[None]:
+    """Wait until no other mirror sends this run's journal, and tell which process does from here on."""
+    with locked(run / LOCK):
+        # A full disk may have no room for it.
+        with contextlib.suppress(OSError):
+            (run / LOCK).write_text(str(os.getpid()))
+        yield
+
+
+def sender(run: Path) -> int:
+    """Return the process that sends it, or was the last to; 0 if nobody knows."""
+    try:
+        return int((run / LOCK).read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 def write_error(run: Path, error: str | None) -> None:

@@ -212,9 +212,8 @@ def trained(group: Ranks, per_rank: list[int], model: nn.Module, bucket_mb: floa
         group.heartbeat.computing(step)
         for lane in lanes.own:
             last = lane == lanes.own[-1]
-            with nullcontext() if last else parallel.no_sync():
-                loss, _ = task(model).forward(parallel, step, lane)
-                (loss * (1 / lanes.global_batch)).backward()
+            loss, _ = task(model).forward(parallel if last else model, step, lane)
+            (loss * (1 / lanes.global_batch)).backward()
             if not last:
                 kept.keep(lane)
         found.append(gradients(model))

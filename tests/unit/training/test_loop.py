@@ -191,3 +191,12 @@ def test_what_is_to_be_saved_at_once_is_saved_after_any_step(tmp_path: Path) -> 
         loop.go_on(replace(STEPS, until=3), those, at)
         assert not at.save
     assert (tmp_path / "checkpoints" / "step-00000003.safetensors").exists()
+
+
+def test_only_steps_that_are_logged_ask_for_their_totals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    over_ranks = Gradients.over_ranks
+    monkeypatch.setattr(Gradients, "over_ranks", lambda self: (asked.append(self.done), over_ranks(self))[1])
+    with made(tmp_path) as those:
+        loop.run(replace(STEPS, per_log=4), those)
+    assert asked == [4, 6]
