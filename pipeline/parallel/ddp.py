@@ -37,7 +37,7 @@ class Ddp(Replicated):
         alike = collectives.in_vain is not None
         self._ddp = DistributedDataParallel(task.model, forward_sync_buffers=False, gradient_as_bucket_view=True, init_sync=not alike)
         # A model that calls torch.compile is else cut at buckets, where DDP computes forward, and not in the other lanes.
-        torch._dynamo.config.optimize_ddp = False
+        torch._dynamo.config.optimize_ddp = False  # pyright: ignore[reportPrivateUsage]
         self._buffers, self._find_unused = LaneBuffers(task.model, lanes, of_buffers), find_unused
         self._wanted = {name: one for name, one in task.model.named_parameters() if one.requires_grad}
         self._gradients = LaneGradients(lanes, ranks, list(self._wanted.values()), reduction) if reduction else None
