@@ -1,6 +1,5 @@
 """Where a mirror sends what it reads, and how long anyone waits for it."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -53,7 +52,7 @@ def test_after_a_stop_request_a_mirror_that_a_busy_machine_starves_is_given_up(t
     assert 1 <= time.monotonic() - started_at < 6
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff", b"-5", b"0", b"9" * 30, b"[" * 9999, str(os.getpid()).encode(), None])
+@pytest.mark.parametrize("content", [b"", b"\xff", b"-5", b"0", b"9" * 30, b"[" * 99, b"1", None])
 def test_of_a_lock_that_names_no_mirror_of_the_run_the_own_one_is_looked_at(content: bytes | None, tmp_path: Path) -> None:
     mirror = suspended_mirror(tmp_path)
     lock = tmp_path / "runs" / "0123456789abcdef" / "mirror.lock"
