@@ -36,7 +36,7 @@ class Ddp(Replicated):
         # Nor are weights where ranks come and go: those that come have got them from a peer.
         alike = collectives.in_vain is not None
         self._ddp = DistributedDataParallel(task.model, forward_sync_buffers=False, gradient_as_bucket_view=True, init_sync=not alike)
-        # A model that calls torch.compile is else cut at buckets, where DDP computes forward, and not in the other lanes.
+        # Else torch.compile would cut a model at the buckets in the last lane, which DDP computes, and in no other.
         torch._dynamo.config.optimize_ddp = False  # pyright: ignore[reportPrivateUsage]
         self._buffers, self._find_unused = LaneBuffers(task.model, lanes, of_buffers), find_unused
         self._wanted = {name: one for name, one in task.model.named_parameters() if one.requires_grad}
@@ -59,7 +59,7 @@ class Ddp(Replicated):
             parameter.grad = None
         rows: list[ComputeRow] = []
         self._buffers.start()
-        # Once it makes other buckets, by messages of all ranks: later, in the last lane, those would wait for the slowest one.
+        # DDP does so once, with broadcasts. In the forward of its own they would wait until the slowest rank is at its last lane.
         self._ddp.reducer._rebuild_buckets()
         self._ranks.heartbeat.computing(step)
         for lane in self._lanes.own:

@@ -241,7 +241,7 @@ def main() -> int:
     # Whoever stops the training wants its end to be in MLflow.
     closed = beside_a_training()
     run = Path(sys.argv[1])
-    # The mirror of an earlier start may still be at it.
+    # The mirror of an earlier start may still be sending.
     with sending(run):
         return 0 if follow(run, closed) else 1
 

@@ -85,10 +85,10 @@ def test_the_loss_is_of_both_classes_and_the_larger_share_is_right() -> None:
     own, other, share = torch.tensor([1, 2, 3, 4]), torch.tensor([5, 6, 7, 4]), torch.tensor([0.9, 0.3, 0.6, 1.0])
     targets = F.one_hot(own, 10) * share[:, None] + F.one_hot(other, 10) * (1 - share[:, None])
     task = Task(torch.nn.Identity(), lambda *_: (logits, targets), 1, 0.0, torch.no_grad, weights)
-    loss, count = task.loss(torch.nn.Identity(), logits, targets)
+    loss, compute_row = task.loss(torch.nn.Identity(), logits, targets)
     single = [F.cross_entropy(logits, one, weights, reduction="none") for one in (own, other)]
     assert loss == pytest.approx((share * single[0] + (1 - share) * single[1]).sum().item(), rel=1e-5)
-    assert count()[1] == (logits.argmax(1) == torch.tensor([1, 6, 3, 4])).sum()
+    assert compute_row()[1] == (logits.argmax(1) == torch.tensor([1, 6, 3, 4])).sum()
 
 
 def test_what_mixes_nothing_is_none_and_lanes_of_one_image_are_refused() -> None:

@@ -42,8 +42,8 @@ def by_sorting(logits: Tensor, labels: Tensor) -> list[int]:
 
 def test_a_lane_gives_the_sum_of_its_losses_and_its_row_of_loss_and_right_answers() -> None:
     task = made()
-    loss, count = task.forward(task.model, 2, 1)
-    row = count()
+    loss, compute_row = task.forward(task.model, 2, 1)
+    row = compute_row()
     images, labels = batch(2, 1)
     logits = task.model(images)
     assert loss.item() == pytest.approx(losses(logits, labels).sum().item(), rel=1e-6)
@@ -126,8 +126,8 @@ def test_a_class_counts_in_the_loss_as_much_as_it_weighs() -> None:
     weights = torch.linspace(0.2, 2, 7)
     plain, weighed = made(), replace(made(), class_weights=weights)
     alone = [plain.loss(lambda one: one, logits[one : one + 1], labels[one : one + 1])[0] for one in range(9)]
-    loss, count = weighed.loss(lambda one: one, logits, labels)
-    row = count()
+    loss, compute_row = weighed.loss(lambda one: one, logits, labels)
+    row = compute_row()
     assert torch.allclose(loss, sum(one * weights[label] for one, label in zip(alone, labels, strict=True)))
     assert torch.equal(row[1:], plain.loss(lambda one: one, logits, labels)[1]()[1:])
 
