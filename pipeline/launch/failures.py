@@ -114,11 +114,11 @@ def _written(path: Path) -> str:
     return ""
 
 
-def exit_reasons(folder: Path | None, ranks: int) -> list[Failure]:
-    """Return what the ranks of an attempt have written of their own end."""
+def exit_reasons(folder: Path | None, ranks: int, oom_killed: bool) -> list[Failure]:
+    """Return what the ranks of an attempt have written of their own end; where the kernel OOM-killed the agent, they ended with it."""
     attempt = int(folder.name.partition("_")[2]) if folder else 0
-    found = [snapshot for local in range(ranks) if folder and (snapshot := heartbeat.read(folder / str(local)))]
-    return [Failure(one.rank, one.exit_code, one.exit_reason, attempt, one.step) for one in found if one.exit_code]
+    found = [one for local in range(ranks) if folder and (one := heartbeat.read(folder / str(local))) and (one.exit_code or oom_killed)]
+    return [Failure(one.rank, one.exit_code, one.exit_reason, attempt, one.step, not one.exit_code) for one in found]
 
 
 def cause_of(folder: Path) -> str:

@@ -59,7 +59,7 @@ def run(module: str, job: Job, node: Node, lock: int | None, observer: Observer,
     watchdog = Watchdog(logs, node.ranks, node.nodes > 1, job.config.dist.timeout_seconds, observer.say)
     supervisor = Supervisor((process, pipe), node, watchdog, stop, observer)
     try:
-        over = supervisor.follow()
+        over, oom_killed = supervisor.follow(), watchdog.oom_killed()
         wait_for_orphans(process.pid, 0 if over else job.config.dist.grace_seconds, lambda: stop.at_once)
     finally:
         kill(process.pid)
@@ -72,8 +72,8 @@ def run(module: str, job: Job, node: Node, lock: int | None, observer: Observer,
     # Before it has ranks it cannot report that.
     result.agent_was_stopped |= exit_code in STOP_EXITS
     if result.exit_code and node.nodes == 1 and not supervisor.explained:
-        # On a full disk the agent itself may die without a report; its ranks have left theirs.
-        reasons = exit_reasons(supervisor.folder, node.ranks)
+        # The agent itself may die without a report, of a full disk or for lack of memory; its ranks have left theirs.
+        reasons = exit_reasons(supervisor.folder, node.ranks, oom_killed)
         result.failures, result.unexplained = result.failures + reasons, not reasons
     return result
 

@@ -1,6 +1,7 @@
 """A container and what it may do: nobody is root, nothing is open, nothing is missing."""
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from pipeline.tracking.journal import last, read
 from tests.kit.checkout import clone_of
 from tests.kit.compose import USER, Project, sh
 from tests.kit.experiment import SMALL, settings
+from tests.kit.waiting import until
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1500)]
 Note = Callable[[str, object], None]
@@ -95,16 +97,47 @@ def test_without_a_network_and_without_a_checkout_a_container_trains(image: str,
     assert receipt["image"].startswith("content:")
 
 
-@pytest.mark.fault(7, "docker run --memory: the kernel ends a rank, always in the first step")
-def test_a_container_with_too_little_memory_says_what_to_lower(image: str, tmp_path: Path, record_property: Note) -> None:
+@pytest.fixture
+def too_little(image: str, tmp_path: Path) -> list[str]:
+    """`docker run` with less memory than a step needs."""
     changes = {"model__name": "resnet18", "dist__batch_size_per_gpu": 1024, "dist__world_size": 1, "dist__lanes": 1}
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(settings(data__name="synthetic:3000", **changes)))
     shutil.chown(tmp_path, USER, USER)
     small = ["docker", "run", "--rm", "--memory=1500m", "--memory-swap=1500m", f"--user={USER}:{USER}", f"--volume={tmp_path}:/e", image]
     sh(*small, "prepare", "--params=/e/params.yaml")
-    said = sh(*small, "train", "--params=/e/params.yaml", expect=4)
-    assert said.count("rank 0 ran out of memory in step 0; lower dist.batch_size_per_gpu (1024)") == 2, said
-    record_property("happened", "one restart, then exit 4: ran out of memory in step 0; lower dist.batch_size_per_gpu (1024)")
+    return small
+
+
+def top(container: str) -> str:
+    """The container's processes, with their numbers outside of it; why not, where there is none yet."""
+    return sh("docker", "top", container, "-eo", "pid,args", expect=None)
+
+
+# Mostly in step 0.
+LOWER = re.compile(r"rank 0 ran out of memory (in step 0|before its first step); lower dist\.batch_size_per_gpu \(1024\)")
+
+
+@pytest.mark.fault(7, "docker run --memory: the kernel ends a rank, always in the first step")
+def test_a_container_with_too_little_memory_says_what_to_lower(too_little: list[str], record_property: Note) -> None:
+    said = sh(*too_little, "train", "--params=/e/params.yaml", expect=4)
+    # Rarely, before the rank's memory is free, the kernel ends torchrun too, and nothing starts again.
+    starts = 1 + said.count("starting again from the beginning")
+    assert len(LOWER.findall(said)) == starts <= 2, said
+    record_property("happened", f"{starts} starts, then exit 4: ran out of memory; lower dist.batch_size_per_gpu (1024)")
+
+
+@pytest.mark.fault(7, "docker run --memory: the kernel ends torchrun first")
+def test_a_container_where_torchrun_is_oom_killed_says_what_to_lower(too_little: list[str], record_property: Note) -> None:
+    name = f"{too_little[-1]}-torchrun"
+    words = [*too_little[:-1], f"--name={name}", too_little[-1], "train", "--params=/e/params.yaml"]
+    train = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    # When a rank is there, nothing is forked any more that inherits the agent's score.
+    found = until(lambda: re.search(r"(\d+) +\S+ -m pipeline.launch.agent .*local rank 0", top(name), re.S), train)
+    Path(f"/proc/{found[1]}/oom_score_adj").write_text("1000")
+    said, _ = train.communicate(timeout=100)
+    assert train.returncode == 4, said
+    assert len(LOWER.findall(said)) == 1, said
+    record_property("happened", "exit 4: ran out of memory; lower dist.batch_size_per_gpu (1024)")
 
 
 SMALL_MODEL = """

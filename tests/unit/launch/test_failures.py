@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.launch.failures import Failure, failure_of
+from pipeline.heartbeat import COMPUTING, FORM, SIZE_BYTES, write_exit_reason
+from pipeline.launch.failures import Failure, exit_reasons, failure_of
 from pipeline.stop_signals import signal_name
 
 NCCL = """[rank1]:[E1122 10:00:00.1 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0 Rank 1] Process group watchdog thread terminated with \
@@ -46,3 +47,16 @@ def test_a_rank_that_wrote_to_stderr_names_the_file(tmp_path: Path) -> None:
         (tmp_path / str(local) / "stderr.log").write_text(said)
     assert failure_of(tmp_path, 0, 2, {0: 1}, lambda: False).log == str(tmp_path / "0" / "stderr.log")
     assert failure_of(tmp_path, 0, 2, {1: 1}, lambda: False).log == ""
+
+
+def test_ranks_that_ended_with_an_agent_that_was_oom_killed_ran_out_of_memory_unless_they_say_otherwise(tmp_path: Path) -> None:
+    for local in (0, 1):
+        folder = tmp_path / "attempt_2" / str(local)
+        folder.mkdir(parents=True)
+        (folder / "heartbeat").write_bytes(FORM.pack(1, local, 7, COMPUTING, 1, 0).ljust(SIZE_BYTES, b"\0"))
+    write_exit_reason(folder, "diverged", 5)
+    diverged = exit_reasons(folder.parent, 2, oom_killed=False)
+    assert [(one.rank, one.attempt, one.step, one.cause, one.oom_killed) for one in diverged] == [(1, 2, 7, "diverged", False)]
+    both = exit_reasons(folder.parent, 2, oom_killed=True)
+    assert [(one.rank, one.step, one.out_of_memory) for one in both] == [(0, 7, True), (1, 7, False)]
+    assert exit_reasons(None, 2, oom_killed=True) == []
