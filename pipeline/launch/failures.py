@@ -109,16 +109,16 @@ def failure_of(folder: Path, attempt: int, ranks: int, exit_codes: dict[int, int
 
 
 def _written(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return str(path) if path.stat().st_size else ""
-    return ""
+    return str(path) if path.exists() and path.stat().st_size else ""
 
 
 def exit_reasons(folder: Path | None, ranks: int, oom_killed: bool) -> list[Failure]:
-    """Return what the ranks of an attempt have written of their own end; where the kernel OOM-killed the agent, they ended with it."""
+    """Return what the ranks of an attempt have written of their own end; also that memory ran out, if the kernel OOM-killed the agent."""
     attempt = int(folder.name.partition("_")[2]) if folder else 0
-    found = [one for local in range(ranks) if folder and (one := heartbeat.read(folder / str(local))) and (one.exit_code or oom_killed)]
-    return [Failure(one.rank, one.exit_code, one.exit_reason, attempt, one.step, not one.exit_code) for one in found]
+    found = [snapshot for local in range(ranks) if folder and (snapshot := heartbeat.read(folder / str(local)))]
+    said = [Failure(one.rank, one.exit_code, one.exit_reason, attempt, one.step) for one in found if one.exit_code]
+    step = max((one.step for one in found), default=-1)
+    return [*said, Failure(None, -signal.SIGKILL, "", attempt, step, oom_killed=True)] if oom_killed else said
 
 
 def cause_of(folder: Path) -> str:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import select
+import signal
 import socket
 import subprocess
 import time
@@ -59,21 +60,20 @@ def run(module: str, job: Job, node: Node, lock: int | None, observer: Observer,
     watchdog = Watchdog(logs, node.ranks, node.nodes > 1, job.config.dist.timeout_seconds, observer.say)
     supervisor = Supervisor((process, pipe), node, watchdog, stop, observer)
     try:
-        over, oom_killed = supervisor.follow(), watchdog.oom_killed()
+        over, oom_killed = supervisor.follow(), watchdog.oom_killed(time.monotonic())
         wait_for_orphans(process.pid, 0 if over else job.config.dist.grace_seconds, lambda: stop.at_once)
     finally:
         kill(process.pid)
         stop.agent_ended()
         os.close(pipe)
-    exit_code = process.wait()
+    exit_code, result = process.wait(), supervisor.result
     observer.poll()
-    result = supervisor.result
     result.stopped_by, result.stopped_at_once, result.exit_code = stop.signal, stop.at_once, 0 if over else exit_code
     # Before it has ranks it cannot report that.
     result.agent_was_stopped |= exit_code in STOP_EXITS
     if result.exit_code and node.nodes == 1 and not supervisor.explained:
         # The agent itself may die without a report, of a full disk or for lack of memory; its ranks have left theirs.
-        reasons = exit_reasons(supervisor.folder, node.ranks, oom_killed)
+        reasons = exit_reasons(supervisor.folder, node.ranks, oom_killed and exit_code == -signal.SIGKILL)
         result.failures, result.unexplained = result.failures + reasons, not reasons
     return result
 

@@ -19,7 +19,7 @@ from pipeline.timeouts import START_SECONDS
 CHECK_SECONDS = 0.5
 # How long ranks have to write their stacks before they are killed.
 DUMP_SECONDS = 0.3
-# An OOM kill so near to the loss of a rank explains it.
+# An OOM kill so near to the loss of a process explains it.
 NEAR_SECONDS = 3
 # A rank outside of any group beats several times a second; one that has not for so long is judged with those that are in one.
 QUIET_SECONDS = 5
@@ -91,9 +91,9 @@ class Watchdog:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._alive[local].pid, signal.SIGKILL)
 
-    def oom_killed(self) -> bool:
-        """Return True if the kernel killed a process for lack of memory when a rank was lost."""
-        return abs(self._oom_kills.noticed_at(time.monotonic()) - self._complete_at) < NEAR_SECONDS
+    def oom_killed(self, lost_at: float | None = None) -> bool:
+        """Return True if the kernel killed a process for lack of memory near this time; without one, when a rank was lost."""
+        return abs(self._oom_kills.noticed_at(time.monotonic()) - (lost_at or self._complete_at)) < NEAR_SECONDS
 
     def _straggler(self, alive: dict[int, Snapshot]) -> tuple[int | None, str, bool]:
         """Return rank (or None), a description, and True if it only waits for another machine: the rank that holds the others up."""

@@ -113,16 +113,16 @@ def top(container: str) -> str:
     return sh("docker", "top", container, "-eo", "pid,args", expect=None)
 
 
-# Mostly in step 0.
-LOWER = re.compile(r"rank 0 ran out of memory (in step 0|before its first step); lower dist\.batch_size_per_gpu \(1024\)")
+# Mostly rank 0 in step 0.
+LOWER = re.compile(r"(rank 0|a rank) ran out of memory (in step 0|before its first step); lower dist\.batch_size_per_gpu \(1024\)")
 
 
-@pytest.mark.fault(7, "docker run --memory: the kernel ends a rank, always in the first step")
+@pytest.mark.fault(7, "docker run --memory: the kernel ends a rank, again and again in its first step")
 def test_a_container_with_too_little_memory_says_what_to_lower(too_little: list[str], record_property: Note) -> None:
     said = sh(*too_little, "train", "--params=/e/params.yaml", expect=4)
     # Rarely, before the rank's memory is free, the kernel ends torchrun too, and nothing starts again.
     starts = 1 + said.count("starting again from the beginning")
-    assert len(LOWER.findall(said)) == starts <= 2, said
+    assert len(LOWER.findall(said)) == starts <= 3, said
     record_property("happened", f"{starts} starts, then exit 4: ran out of memory; lower dist.batch_size_per_gpu (1024)")
 
 
@@ -132,9 +132,12 @@ def test_a_container_where_torchrun_is_oom_killed_says_what_to_lower(too_little:
     words = [*too_little[:-1], f"--name={name}", too_little[-1], "train", "--params=/e/params.yaml"]
     train = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     # When a rank is there, nothing is forked any more that inherits the agent's score.
-    found = until(lambda: re.search(r"(\d+) +\S+ -m pipeline.launch.agent .*local rank 0", top(name), re.S), train)
-    Path(f"/proc/{found[1]}/oom_score_adj").write_text("1000")
-    said, _ = train.communicate(timeout=100)
+    try:
+        found = until(lambda: re.search(r"(\d+) +\S+ -m pipeline.launch.agent .*local rank 0", top(name), re.S), train)
+        Path(f"/proc/{found[1]}/oom_score_adj").write_text("1000")
+        said, _ = train.communicate(timeout=100)
+    finally:
+        sh("docker", "rm", "--force", name, expect=None)
     assert train.returncode == 4, said
     assert len(LOWER.findall(said)) == 1, said
     record_property("happened", "exit 4: ran out of memory; lower dist.batch_size_per_gpu (1024)")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.heartbeat import COMPUTING, FORM, SIZE_BYTES, write_exit_reason
-from pipeline.launch.failures import Failure, exit_reasons, failure_of
+from pipeline.launch.failures import Failure, LaunchResult, exit_reasons, failure_of
 from pipeline.stop_signals import signal_name
 
 NCCL = """[rank1]:[E1122 10:00:00.1 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0 Rank 1] Process group watchdog thread terminated with \
@@ -49,14 +49,20 @@ def test_a_rank_that_wrote_to_stderr_names_the_file(tmp_path: Path) -> None:
     assert failure_of(tmp_path, 0, 2, {1: 1}, lambda: False).log == ""
 
 
-def test_ranks_that_ended_with_an_agent_that_was_oom_killed_ran_out_of_memory_unless_they_say_otherwise(tmp_path: Path) -> None:
+def test_an_agent_that_was_oom_killed_is_memory_that_ran_out_unless_a_rank_says_why_it_ended(tmp_path: Path) -> None:
     for local in (0, 1):
         folder = tmp_path / "attempt_2" / str(local)
         folder.mkdir(parents=True)
         (folder / "heartbeat").write_bytes(FORM.pack(1, local, 7, COMPUTING, 1, 0).ljust(SIZE_BYTES, b"\0"))
+    assert exit_reasons(folder.parent, 2, oom_killed=False) == []
+    (killed,) = exit_reasons(folder.parent, 2, oom_killed=True)
+    assert (killed.rank, killed.attempt, killed.step, killed.out_of_memory) == (None, 2, 7, True)
     write_exit_reason(folder, "diverged", 5)
-    diverged = exit_reasons(folder.parent, 2, oom_killed=False)
-    assert [(one.rank, one.attempt, one.step, one.cause, one.oom_killed) for one in diverged] == [(1, 2, 7, "diverged", False)]
     both = exit_reasons(folder.parent, 2, oom_killed=True)
-    assert [(one.rank, one.step, one.out_of_memory) for one in both] == [(0, 7, True), (1, 7, False)]
-    assert exit_reasons(None, 2, oom_killed=True) == []
+    assert [(one.rank, one.step, one.cause, one.out_of_memory) for one in both] == [(1, 7, "diverged", False), (None, 7, "", True)]
+    assert LaunchResult(failures=both).root_cause().cause == "diverged"
+
+
+def test_an_agent_that_was_oom_killed_before_it_had_ranks_ran_out_of_memory_too() -> None:
+    (killed,) = exit_reasons(None, 2, oom_killed=True)
+    assert (killed.step, killed.out_of_memory) == (-1, True)

@@ -2,8 +2,15 @@
 
 import os
 import subprocess
+from itertools import chain, repeat
 from pathlib import Path
 
+import pytest
+
+from pipeline.config import Config
+from pipeline.hardware import cgroup
+from pipeline.job import Job
+from pipeline.launch import supervisor
 from pipeline.launch.failures import Failure
 from pipeline.launch.node import Node
 from pipeline.launch.supervisor import Supervisor
@@ -43,3 +50,16 @@ def test_what_an_agent_says_is_said(tmp_path: Path) -> None:
     Supervisor((agent, reader), Node(1, 1), watchdog, StopRequest(), listener).follow()
     os.close(reader)
     assert listener.said == ["a machine is left out"]
+
+
+@pytest.mark.parametrize(("ends", "kills", "known"), [("kill -9 $$", 1, True), ("kill -9 $$", 0, False), ("exit 1", 1, False)])
+def test_an_agent_without_a_report_ran_out_of_memory_only_where_the_kernel_killed_it(
+    ends: str, kills: int, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = chain([0], repeat(kills))
+    monkeypatch.setattr(cgroup, "oom_kills", lambda: next(counts))
+    monkeypatch.setattr(supervisor, "command", lambda *_: ["bash", "-c", ends])
+    job = Job(config=Config(), device="cpu", backend="gloo", precision="fp32", prepared=tmp_path, run=tmp_path)
+    result = supervisor.run("none", job, Node(1, 1), None, Listener(), StopRequest())
+    assert [one.out_of_memory for one in result.failures] == [True] * known
+    assert result.unexplained is not known
