@@ -95,8 +95,7 @@ def failure_of(folder: Path, attempt: int, ranks: int, exit_codes: dict[int, int
 
     A rank whose error came first may end last: the agent has then killed it, and its error file tells.
     """
-    by_itself: list[Failure] = []
-    killed: list[Failure] = []
+    by_itself, killed = list[Failure](), list[Failure]()
     for local in range(ranks):
         snapshot, cause, code = heartbeat.read(folder / str(local)), cause_of(folder / str(local)), exit_codes.get(local)
         rank, step = (snapshot.rank, snapshot.step) if snapshot else (local, -1)
@@ -109,7 +108,9 @@ def failure_of(folder: Path, attempt: int, ranks: int, exit_codes: dict[int, int
 
 
 def _written(path: Path) -> str:
-    return str(path) if path.exists() and path.stat().st_size else ""
+    with contextlib.suppress(OSError):
+        return str(path) if path.stat().st_size else ""
+    return ""
 
 
 def exit_reasons(folder: Path | None, ranks: int, oom_killed: bool) -> list[Failure]:
@@ -117,8 +118,8 @@ def exit_reasons(folder: Path | None, ranks: int, oom_killed: bool) -> list[Fail
     attempt = int(folder.name.partition("_")[2]) if folder else 0
     found = [snapshot for local in range(ranks) if folder and (snapshot := heartbeat.read(folder / str(local)))]
     said = [Failure(one.rank, one.exit_code, one.exit_reason, attempt, one.step) for one in found if one.exit_code]
-    step = max((one.step for one in found), default=-1)
-    return [*said, Failure(None, -signal.SIGKILL, "", attempt, step, oom_killed=True)] if oom_killed else said
+    memory = Failure(None, -signal.SIGKILL, "", attempt, max((one.step for one in found), default=-1), oom_killed=True)
+    return [*said, memory] if oom_killed else said
 
 
 def cause_of(folder: Path) -> str:

@@ -37,8 +37,7 @@ class Watchdog:
         self._processes = FirstSeen()
         self._seen, self._alive, self._judged = dict[int, tuple[float, Snapshot]](), dict[int, Snapshot](), dict[int, Snapshot]()
         self._warned_of_idle, self._warned_of_slow, self._hung_attempt = False, False, -1
-        self._waited_for: dict[int, float] = {}
-        self._oom_kills = OomKills()
+        self._waited_for, self._oom_kills = dict[int, float](), OomKills()
 
     def started(self, folder: Path) -> None:
         """Watch the ranks of a new attempt, whose heartbeats are in this folder."""

@@ -129,8 +129,8 @@ def test_a_container_where_torchrun_is_oom_killed_says_what_to_lower(too_little:
     processes = ["docker", "top", name, "-eo", "pid,args"]
     # When a rank is there, nothing is forked any more that inherits the agent's score.
     try:
-        said = until(lambda: found if "local rank 0" in (found := sh(*processes, expect=None)) else "", train)
-        (agent,) = re.findall(r"(\d+) +\S+ -m pipeline.launch.agent ", said)
+        shown = until(lambda: found if "local rank 0" in (found := sh(*processes, expect=None)) else "", train)
+        (agent,) = re.findall(r"(\d+) +\S+ -m pipeline.launch.agent ", shown)
         Path(f"/proc/{agent}/oom_score_adj").write_text("1000")
         said, _ = train.communicate(timeout=100)
     finally:
