@@ -27,6 +27,7 @@ from pipeline.training.stopping import Stop
 PARTS: list[tuple[str, Any, str]] = [
     ("data", Batches, "lane"),
     ("forward", Task, "loss"),
+    ("forward", Task, "losses"),
     ("backward", Ddp, "backward"),
     ("reduction", LaneGradients, "hook"),
     ("reduction", LaneGradients, "keep"),

@@ -26,6 +26,14 @@ KINDS: dict[str, dict[str, tuple[dict[str, Any], int]]] = {
         "ordered, 2 lanes a rank": ({}, 2),
         "ordered, 4 lanes a rank": ({}, 4),
     },
+    # What is accumulated is computed one lane after another.
+    "at once": {
+        "native": ({"reduction": "native"}, 1),
+        "2 lanes a rank, one after another": ({"accumulation": 2}, 2),
+        "2 lanes a rank, at once": ({}, 2),
+        "4 lanes a rank, one after another": ({"accumulation": 4}, 4),
+        "4 lanes a rank, at once": ({}, 4),
+    },
     "algorithms": {
         "native": ({"reduction": "native"}, 1),
         "flat": ({"algorithm": "flat"}, 1),
@@ -81,7 +89,7 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     group = ranks.init_group("cpu", "gloo", ranks.rendezvous(int(os.environ["WORLD_SIZE"]), 60), 60)
-    if sys.argv[4] == "lanes":
+    if sys.argv[4] != "algorithms":
         # As the product does, where they take all CPUs; ordered then adds up in shared memory.
         group.bound = bind_to_cpus("cpu", 1, group.all_on_this_machine)
     batch, together = batch_of(BATCH_PER_RANK), BATCH_PER_RANK * group.size

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipeline import lanes_at_once
 from pipeline.hardware import machine
+from pipeline.lanes_at_once import under_way
 from pipeline.models import winograd
 
 # For so few pixels oneDNN's calls cost more than their arithmetic; it seems to pass over the whole gradient of the weights for every image.
@@ -38,6 +40,8 @@ def convolve(layer: Any, compute: Callable[..., Tensor], input: Tensor, weight: 
     if not (trains and input.is_floating_point() and input.ndim in (3, 4)):
         return compute(input, weight, bias)
     torchs = getattr(compute, "__func__", None) is OWN_OF_TORCH and layer.padding_mode == "zeros"
+    if under_way.lanes > 1:
+        compute = partial(lanes_at_once.convolve, layer)
     if torchs and input.ndim == 3:
         return convolve(layer, compute, input[None], weight, bias)[0]
     settings = (tuple(one) if isinstance(one, list) else one for one in (layer.stride, layer.dilation, layer.padding))
@@ -46,8 +50,9 @@ def convolve(layer: Any, compute: Callable[..., Tensor], input: Tensor, weight: 
     full = {one.dtype for one in (input, weight, bias) if one is not None} == {torch.float32} and not torch.is_autocast_enabled("cpu")
     # For windows of one pixel they pay anyway.
     products_pay = not full or machine.fast_fp32_products() or weight.shape[2:] == (1, 1)
-    if plain and full and products_pay and shape.stride == (1, 1) and winograd.pays(input, weight, shape.made):
-        return winograd.convolve(input, weight, bias, shape.before)
+    lanes = under_way.lanes
+    if plain and full and products_pay and shape.stride == (1, 1) and winograd.pays(len(input) // lanes, weight, shape.made):
+        return winograd.convolve(input, weight, bias, shape.before, lanes)
     if plain and math.prod(shape.made) <= FEW_PIXELS and products_pay:
         return on_small_maps(input, weight, bias, shape.stride, shape.before)
     # A class that computes otherwise may add zeros of its own.
@@ -66,12 +71,13 @@ def on_small_maps(images: Tensor, weight: Tensor, bias: Tensor | None, stride: P
     if weight.shape[2:] == stride == (1, 1) and padding == (0, 0):
         # In one order, whoever made them: linear layers choose kernels by it. What leaves, and the gradient that the product by 1 makes,
         # are tensors of their own, as a convolution's: autograd adds others to a gradient in place, and FSDP's hooks want no view.
-        pixels = (images * 1).permute(0, 2, 3, 1).contiguous()
-        return F.linear(pixels, weight.permute(0, 2, 3, 1).flatten(1), bias).permute(0, 3, 1, 2).clone()
+        pixels, kernels = (images * 1).permute(0, 2, 3, 1).contiguous(), weight.permute(0, 2, 3, 1).flatten(1)
+        multiply = lanes_at_once.product if under_way.lanes > 1 else F.linear
+        return multiply(pixels, kernels, bias).permute(0, 3, 1, 2).clone()
     if torch.is_autocast_enabled("cpu") and images.dtype != torch.float64:
         number_format = torch.get_autocast_dtype("cpu")
-        images, weight, bias = images.to(number_format), weight.to(number_format), None if bias is None else bias.to(number_format)
-    found: Tensor = SmallMaps.apply(images, weight, bias, stride, padding)  # pyright: ignore
+        images = images.to(number_format)
+    found: Tensor = SmallMaps.apply(images, weight, bias, stride, padding, under_way.lanes)  # pyright: ignore
     return found
 
 
@@ -120,13 +126,14 @@ class SmallMaps(torch.autograd.Function):
     """A convolution; the gradient of its weights is one product, of the gradients that come in and the pixels under each window."""
 
     @staticmethod
-    def forward(images: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
-        return F.conv2d(images, weight, bias, stride, padding)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        images, weight, _, ctx.stride, ctx.padding = inputs
+    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
+        ctx.stride, ctx.padding, ctx.lanes = given
+        ctx.dtype = weight.dtype
+        if torch.is_autocast_enabled("cpu"):
+            weight, bias = weight.to(images.dtype), None if bias is None else bias.to(images.dtype)
         ctx.save_for_backward(images, weight)
+        ctx.settings = ctx.stride, ctx.padding, (1, 1), 1
+        return lanes_at_once.convolved(images, weight, bias, ctx.settings, ctx.lanes)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
@@ -135,15 +142,17 @@ class SmallMaps(torch.autograd.Function):
         gradient = gradient.contiguous(memory_format=torch.channels_last)
         rows = gradient.permute(0, 2, 3, 1).flatten(0, 2)
         of_images: Tensor | None = None
-        of_weight: Tensor | None = None
         if ctx.needs_input_grad[0]:
-            of_layer = (ctx.stride, ctx.padding, (1, 1), False, (0, 0), 1)
-            of_images, *_ = torch.ops.aten.convolution_backward(gradient, images, weight, None, *of_layer, (True, False, False))
-        if ctx.needs_input_grad[1]:
-            windows = windows_of(images, gradient.shape, weight.shape, ctx.stride, ctx.padding)
-            # As the weights lie in channels-last order.
-            of_weight = (rows.t() @ windows).view(weight.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
-        return of_images, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None
+            of_images = lanes_at_once.gradients_of_images(gradient, images, weight, ctx.settings, ctx.lanes)
+        of_lanes: list[list[Tensor | None]] = []
+        for gradients, some in lanes_at_once.pieces(ctx.lanes, rows, images):
+            of_weight: Tensor | None = None
+            if ctx.needs_input_grad[1]:
+                windows = windows_of(some, gradient.shape, weight.shape, ctx.stride, ctx.padding)
+                # As the weights lie in channels-last order.
+                of_weight = (gradients.t() @ windows).to(ctx.dtype).view(weight.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
+            of_lanes.append([of_weight, gradients.sum(0).to(ctx.dtype) if ctx.needs_input_grad[2] else None])
+        return of_images, *lanes_at_once.summed(of_lanes), None, None, None
 
 
 def windows_of(images: Tensor, made: torch.Size, weight: torch.Size, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeline.lanes_at_once import summed
+
 # OUT by OUT pixels come out of IN by IN, a tile: Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, 2015.
 OUT, IN = 4, 6
 IMAGES = [[4, 0, -5, 0, 1, 0], [0, -4, -4, 1, 1, 0], [0, 4, -4, -1, 1, 0], [0, -2, -1, 2, 1, 0], [0, 2, -1, -2, 1, 0], [0, 4, 0, -5, 0, 1]]
@@ -18,10 +20,10 @@ TILES_AT_ONCE = 128
 CHANNELS, VALUES_PER_IMAGE, PIXELS, USED = 64, 8000, 512, 0.76
 
 
-def pays(images: Tensor, weight: Tensor, made: tuple[int, int]) -> bool:
+def pays(images: int, weight: Tensor, made: tuple[int, int]) -> bool:
     """Whether a convolution of strides of 1 to maps of such a size is faster so, and an image has no more tiles than caches hold."""
     pixels, tiles, channels = made[0] * made[1], -(-made[0] // OUT) * -(-made[1] // OUT), min(weight.shape[:2])
-    enough = channels >= CHANNELS and channels * pixels >= VALUES_PER_IMAGE and len(images) * pixels >= PIXELS
+    enough = channels >= CHANNELS and channels * pixels >= VALUES_PER_IMAGE and images * pixels >= PIXELS
     return weight.shape[2:] == (3, 3) and enough and pixels >= USED * tiles * OUT**2 and tiles <= 2 * TILES_AT_ONCE
 
 
@@ -31,9 +33,9 @@ def both_ways(rows: Sequence[Sequence[float]], like: Tensor) -> Tensor:
     return torch.kron(matrix, matrix).to(like.dtype)
 
 
-def convolve(images: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int]) -> Tensor:
+def convolve(images: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int], lanes: int = 1) -> Tensor:
     """Return the same as F.conv2d, rounded otherwise."""
-    found: Tensor = Winograd.apply(images, weight, bias, padding)  # pyright: ignore
+    found: Tensor = Winograd.apply(images, weight, bias, padding, lanes)  # pyright: ignore
     return found
 
 
@@ -41,23 +43,25 @@ class Winograd(torch.autograd.Function):
     """A convolution of strides of 1. Images and weights are transformed and multiplied, as 36 matrices each, and transformed back."""
 
     @staticmethod
-    def forward(images: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int]) -> Tensor:
+    def forward(images: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int], lanes: int) -> Tensor:
         height, width = (side + 2 * zeros - 2 for side, zeros in zip(images.shape[2:], padding, strict=True))
         rows, columns = -(-height // OUT), -(-width // OUT)
         shape = len(images), len(weight), rows * OUT, columns * OUT
         found = torch.empty(shape, dtype=images.dtype, memory_format=torch.channels_last)
         kernels, back = transformed(weight).transpose(1, 2), both_ways(OUTPUTS, images)
-        for part, out in in_parts(rows * columns, images, found):
-            products = tiles_of(part, padding, rows, columns) @ kernels
-            pixels = grid(out)
-            pixels.copy_((back @ products.flatten(1)).view(pixels.shape))
+        for start in range(0, len(images), len(images) // lanes):
+            lane = slice(start, start + len(images) // lanes)
+            for part, out in in_parts(rows * columns, images[lane], found[lane]):
+                products = tiles_of(part, padding, rows, columns) @ kernels
+                pixels = grid(out)
+                pixels.copy_((back @ products.flatten(1)).view(pixels.shape))
         if found.shape[2:] != (height, width):
             found = found[:, :, :height, :width].clone(memory_format=torch.channels_last)
         return found if bias is None else found.add_(bias[:, None, None])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        images, weight, _, ctx.padding = inputs
+        images, weight, _, ctx.padding, ctx.lanes = inputs
         ctx.save_for_backward(images, weight)
 
     @staticmethod
@@ -65,23 +69,25 @@ class Winograd(torch.autograd.Function):
         images, weight = ctx.saved_tensors
         # In one order, whoever made it: sums go by it.
         gradient = gradient.contiguous(memory_format=torch.channels_last)
-        of_bias = gradient.permute(0, 2, 3, 1).flatten(0, 2).sum(0) if ctx.needs_input_grad[2] else None
         rows, columns = (-(-side // OUT) for side in gradient.shape[2:])
         below, behind = rows * OUT - gradient.shape[2], columns * OUT - gradient.shape[3]
-        if below or behind:
-            gradient = F.pad(gradient, (0, behind, 0, below))
+        bordered = F.pad(gradient, (0, behind, 0, below)) if below or behind else gradient
         of_images = torch.empty_like(images, memory_format=torch.channels_last)
-        of_kernels: Tensor | None = None
         kernels, back = transformed(weight), both_ways(OUTPUTS, images).t()
-        for part, arrived, out in in_parts(rows * columns, images, gradient, of_images):
-            spread = (back @ grid(arrived).reshape(OUT * OUT, -1)).view(IN * IN, -1, len(weight))
-            if ctx.needs_input_grad[0]:
-                out.copy_(images_of(spread @ kernels, out.shape, ctx.padding, rows, columns))
-            if ctx.needs_input_grad[1]:
-                two = spread.transpose(1, 2), tiles_of(part, ctx.padding, rows, columns)
-                of_kernels = torch.bmm(*two) if of_kernels is None else of_kernels.baddbmm_(*two)
-        of_weight = None if of_kernels is None else transformed_back(of_kernels)
-        return of_images if ctx.needs_input_grad[0] else None, of_weight, of_bias, None
+        of_lanes: list[list[Tensor | None]] = []
+        for start in range(0, len(images), len(images) // ctx.lanes):
+            unbordered, *of = (one[start : start + len(images) // ctx.lanes] for one in (gradient, images, bordered, of_images))
+            of_kernels: Tensor | None = None
+            for part, arrived, out in in_parts(rows * columns, *of):
+                spread = (back @ grid(arrived).reshape(OUT * OUT, -1)).view(IN * IN, -1, len(weight))
+                if ctx.needs_input_grad[0]:
+                    out.copy_(images_of(spread @ kernels, out.shape, ctx.padding, rows, columns))
+                if ctx.needs_input_grad[1]:
+                    two = spread.transpose(1, 2), tiles_of(part, ctx.padding, rows, columns)
+                    of_kernels = torch.bmm(*two) if of_kernels is None else of_kernels.baddbmm_(*two)
+            of_bias = unbordered.permute(0, 2, 3, 1).flatten(0, 2).sum(0) if ctx.needs_input_grad[2] else None
+            of_lanes.append([None if of_kernels is None else transformed_back(of_kernels), of_bias])
+        return of_images if ctx.needs_input_grad[0] else None, *summed(of_lanes), None, None
 
 
 def in_parts(tiles: int, *of: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -12,7 +12,8 @@ from pipeline import collectives
 from pipeline.config import ConfigError, Dist
 from pipeline.parallel import hierarchy, shared_sums
 from pipeline.parallel.lane_buffers import LaneBuffers
-from pipeline.parallel.lanes import ComputeRow, Lanes, Replicated, Task, Totals, scaled
+from pipeline.parallel.lane_groups import LaneGroups
+from pipeline.parallel.lanes import ComputeRow, Lanes, Replicated, Task, Totals
 from pipeline.parallel.ordered import LaneGradients
 from pipeline.ranks import Ranks
 
@@ -22,13 +23,13 @@ def build(task: Task, lanes: Lanes, ranks: Ranks, settings: Dist) -> "Ddp":
     sums: shared_sums.Sums = None, None
     if settings.reduction == "ordered":
         sums = shared_sums.build(task.model, lanes, ranks, settings) or (hierarchy.build(lanes, ranks, settings), None)
-    return Ddp(task, lanes, ranks, sums, settings.find_unused_parameters)
+    return Ddp(task, lanes, ranks, sums, settings)
 
 
 class Ddp(Replicated):
-    """One lane after another; only the last one's backward meets the other ranks."""
+    """One lane, or group of them, after another; only the last one's backward meets the other ranks."""
 
-    def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, sums: shared_sums.Sums, find_unused: bool = False):
+    def __init__(self, task: Task, lanes: Lanes, ranks: Ranks, sums: shared_sums.Sums, settings: Dist):
         super().__init__(task.model)
         reduction, of_buffers = sums
         self._task, self._lanes, self._ranks, self.reads = task, lanes, ranks, lanes.own
@@ -38,7 +39,7 @@ class Ddp(Replicated):
         self._ddp = DistributedDataParallel(task.model, forward_sync_buffers=False, gradient_as_bucket_view=True, init_sync=not alike)
         # Else torch.compile would cut a model at the buckets in the last lane, which DDP computes, and in no other.
         torch._dynamo.config.optimize_ddp = False  # pyright: ignore[reportPrivateUsage]
-        self._buffers, self._find_unused = LaneBuffers(task.model, lanes, of_buffers), find_unused
+        self._buffers, self._find_unused = LaneBuffers(task.model, lanes, of_buffers), settings.find_unused_parameters
         self._wanted = {name: one for name, one in task.model.named_parameters() if one.requires_grad}
         self._gradients = LaneGradients(lanes, ranks, list(self._wanted.values()), reduction) if reduction else None
         if self._gradients is not None:
@@ -46,7 +47,10 @@ class Ddp(Replicated):
         # With its first backward DDP orders its buckets anew, and an all-reduce of three ranks sums in their order.
         self._has_ordered_buckets = reduction is not None or ranks.size == 1
         # DDP's own reduction is a mean over ranks, ours a sum over lanes.
-        self._scale = (1 if reduction else ranks.size) / lanes.global_batch
+        scale = (1 if reduction else ranks.size) / lanes.global_batch
+        # What a user accumulates is to take less memory.
+        most = 1 if reduction is None or self._find_unused else len(lanes.own) // settings.accumulation
+        self._groups = LaneGroups(task, lanes, self._buffers, scale, most, ranks.heartbeat.computing)
 
     def backward(self, step: int) -> Totals:
         """Gradients of the mean loss over the global batch, and the step's totals."""
@@ -62,24 +66,21 @@ class Ddp(Replicated):
         # DDP does so once, with broadcasts. In the forward of its own they would wait until the slowest rank is at its last lane.
         self._ddp.reducer._rebuild_buckets()
         self._ranks.heartbeat.computing(step)
-        for lane in self._lanes.own:
-            last = lane == self._lanes.own[-1]
-            self._buffers.before_lane(lane)
-            self._ranks.heartbeat.computing()
+        for group in self._groups.of_step(step):
+            last = group.stop == self._lanes.own.stop
             # Backward meets the other ranks only after a forward of DDP's own.
-            loss, compute_row = self._task.forward(self._ddp if last else self._task.model, step, lane)
-            # Backward changes no buffer: those of the last lane are on their way meanwhile.
-            self._buffers.after_lane(lane)
+            loss, rows_of_group = self._groups.forward(self._ddp if last else self._task.model, step, group, self._buffers)
             if last and self._gradients is None:
                 loss.register_hook(self._waits_after_backward)
                 # Before DDP waits for it in vain, also where an earlier micro-batch has given it a gradient.
                 self._check([] if self._find_unused else absent(loss, self._wanted.values()))
-            loss = scaled(loss, self._scale)
+            if last and self._gradients is not None:
+                self._gradients.last_lanes = len(group)
             (with_all(loss, self._wanted.values()) if self._find_unused else loss).backward()  # pyright: ignore
             self._check([one for one in self._wanted.values() if one.grad is None])
-            rows.append(compute_row)
+            rows += rows_of_group
             if self._gradients is not None and not last:
-                self._gradients.keep(lane)
+                self._gradients.keep(group[0], len(group))
         self._buffers.finish()
         return Totals(rows, self._lanes, self._ranks)
 

@@ -133,10 +133,19 @@ class Task:
 
     def loss(self, model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> tuple[Tensor, ComputeRow]:
         """The sum of the losses of some images, and what computes their row of totals."""
+        return self._loss(self._logits(model, images), labels)
+
+    def losses(self, model: Callable[[Tensor], Tensor], images: Tensor, labels: list[Tensor]) -> list[tuple[Tensor, ComputeRow]]:
+        """The same of each of several lanes, whose images are one behind another."""
+        return [self._loss(*two) for two in zip(self._logits(model, images).chunk(len(labels)), labels, strict=True)]
+
+    def _logits(self, model: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
         with self.autocast():
             logits = model(images)
         # In fp32 at least.
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, ComputeRow]:
         loss = F.cross_entropy(logits, labels, self.class_weights, reduction="sum", label_smoothing=self.label_smoothing)
         return loss, partial(totals_row, loss.detach(), logits.detach(), labels)
 

@@ -152,20 +152,22 @@ class LaneGradients:
         self._parameters = parameters
         self._index: dict[Tensor, int] = {parameter: index for index, parameter in enumerate(parameters)}
         self._stack: list[TreeNode[list[Tensor]]] = []
+        # How many lanes the last node has, whose backward meets the other ranks.
+        self.last_lanes = 1
         self._under_way: list[tuple[Any, Future[Tensor]]] = []
         # What the stream below reads, until the next step: this one's end waits for it.
         self._read: list[Tensor] = []
         # Backward's own stream would wait for the network.
         self._stream = torch.cuda.Stream(ranks.device, priority=-1) if ranks.device.type == "cuda" and ranks.size > 1 else None
 
-    def keep(self, lane: int) -> None:
-        """Take the gradients of one lane off the parameters."""
+    def keep(self, first: int, lanes: int = 1) -> None:
+        """Take the gradients of one lane, or of a node of so many, off the parameters."""
         gradients: list[Tensor] = []
         for parameter in self._parameters:
             assert parameter.grad is not None, "a parameter took no part in the loss"
             gradients.append(parameter.grad)
             parameter.grad = None
-        push(self._stack, (lane, 1, gradients), add_lists)
+        push(self._stack, (first, lanes, gradients), add_lists)
 
     def hook(self, _: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook: the sum of a bucket over all lanes."""
@@ -189,7 +191,8 @@ class LaneGradients:
         """This rank's nodes of a bucket: what has the last lane in it is added up in the bucket itself, the others are made flat."""
         stack = [(start, size, [gradients[self._index[owner]] for owner in owners]) for start, size, gradients in self._stack]
         # Either way round a sum has the same bits.
-        push(stack, (self._lanes.own[-1], 1, views(own, owners) if stack else []), lambda left, right: add_lists(right, left))
+        last = self._lanes.own.stop - self.last_lanes, self.last_lanes
+        push(stack, (*last, views(own, owners) if stack else []), lambda left, right: add_lists(right, left))
         *kept, (first, size, _) = stack
         return [*((start, size, flat(gradients, owners)) for start, size, gradients in kept), (first, size, own)]
 

@@ -58,7 +58,7 @@ def graphs_made(group: Any) -> int:
 
     layers = nn.Sequential(nn.Flatten(), nn.Linear(WIDTH, 4096), nn.Linear(4096, 2048), nn.Linear(2048, 10))
     layers.compile(backend=backend)
-    task = Task(layers, marked(LANES, torch.float32), 1, 0.0, nullcontext)
+    task = Task(layers, marked(LANES, torch.float32), 1, 0.0, nullcontext, seeds_all=True)
     strategy = parallel.build(task, Lanes([1, 3], group.rank, BATCH), group, Dist.model_construct())
     strategy.backward(0)
     return len(made)
