@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.job import Job
+from pipeline.parallel.ddp import Ddp
 from pipeline.tracking.journal import Journal, Silent
 from pipeline.training import train_rank, work
 from pipeline.training.guard import Diverged
@@ -24,7 +25,7 @@ def diverged(group: Any, job: Job, kind: str) -> str:
     """What is said by a training in which one number of rank 1 goes wrong."""
     patch = pytest.MonkeyPatch()
     if group.rank == 1 and kind == "backward":
-        patch.setattr(work, "build_model", breaking(work.build_model))
+        patch.setattr(work, "build_model", breaking(work.build_model, patch))
     elif group.rank == 1:
         batches = work.batches
         patch.setattr(work, "batches", lambda *parts: Fault(batches(*parts), kind, STEP))
@@ -37,22 +38,17 @@ def diverged(group: Any, job: Job, kind: str) -> str:
     return str(error.value)
 
 
-def breaking(build: Any) -> Any:
+def breaking(build: Any, patch: pytest.MonkeyPatch) -> Any:
     """Build a model of which one gradient is NaN in one step, where the loss is a number."""
+    backward, steps = Ddp.backward, list[int]()
+    patch.setattr(Ddp, "backward", lambda self, step: (steps.append(step), backward(self, step))[1])
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        third = torch.arange(gradient.numel(), device=gradient.device).view_as(gradient) == 3
+        return torch.where(third, float("nan"), gradient) if steps[-1] == STEP else gradient
 
     def build_it(*parts: Any) -> torch.nn.Module:
-        model, seen = build(*parts), 0
-
-        def spoil(gradient: torch.Tensor) -> torch.Tensor:
-            nonlocal seen
-            seen += 1
-            # Two lanes a step.
-            return (
-                torch.where(torch.arange(gradient.numel(), device=gradient.device).view_as(gradient) == 3, float("nan"), gradient)
-                if seen == 2 * STEP + 1
-                else gradient
-            )
-
+        model = build(*parts)
         next(model.parameters()).register_hook(spoil)
         return model
 
