@@ -189,7 +189,8 @@ def turns(process: "subprocess.Popen[bytes]", seconds: float = 3.0) -> list[floa
 def restart(folder: Path, count: int) -> dict[str, list[float]]:
     """Seconds from the start of `train`, and of a bare script, to the first step, and from SIGKILL of a rank to that of the new ranks."""
     found: dict[str, list[float]] = {"cold start": [], "after SIGKILL": [], "bare DDP script": []}
-    training = Training(folder, epochs=20)
+    # As many lanes as by default.
+    training = Training(folder, epochs=20, lanes=4)
     for number in range(count):
         started_at = time.monotonic()
         process = training.start()

@@ -5,7 +5,9 @@ training all the same, before they are computed so.
 """
 
 import logging
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -20,6 +22,8 @@ log = logging.getLogger(__name__)
 
 # Of the images of a group: larger groups gain little, and take memory.
 MOST_PIXELS = 1 << 18
+# The first steps tell how long a lane takes: longer ones gain nothing, and a trial takes as long as some steps.
+TIMED_STEPS, LONG_SECONDS = 2, 0.2
 # Steps: where some gradient is zero throughout, equal bits tell nothing.
 TRIALS = 3
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -38,6 +42,7 @@ class LaneGroups:
         tries = on_cpu and min(most, len(self._own)) > 1 and not task.seeds_all and lanes_at_once.supported(task.model)
         self._most, self._trials_left, self._equal = most, TRIALS, dict[int, bool]()
         self._alone: list[Group] = [range(lane, lane + 1) for lane in self._own]
+        self._began_at: list[float] = []
         # Once they are known.
         self._groups: list[Group] | None = None if tries else self._alone
         if tries:
@@ -45,9 +50,20 @@ class LaneGroups:
 
     def of_step(self, step: int) -> list[Group]:
         """The own lanes, in groups that are each computed at once."""
-        if self._groups is None:
+        if self._groups is None and self._pays():
             self._groups = self._found(step)
         return self._alone if self._groups is None else self._groups
+
+    def _pays(self) -> bool:
+        """Whether lanes were seen to be short."""
+        self._began_at.append(time.monotonic())
+        if len(self._began_at) <= TIMED_STEPS:
+            return False
+        seconds = min(after - before for before, after in pairwise(self._began_at)) / len(self._own)
+        if seconds > LONG_SECONDS:
+            log.info("lanes are computed one after another: each takes %.2f s, and more at once would not be faster", seconds)
+            self._groups = self._alone
+        return seconds <= LONG_SECONDS
 
     def _found(self, step: int) -> list[Group] | None:
         """Which groups have equal bits at once; None where this step does not tell."""

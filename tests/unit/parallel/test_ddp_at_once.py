@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from pipeline import parallel
 from pipeline.config import Dist
 from pipeline.parallel.ddp import Ddp
-from pipeline.parallel.lane_groups import same_bits
+from pipeline.parallel.lane_groups import TIMED_STEPS, same_bits
 from pipeline.parallel.lanes import Lanes, Task
 from pipeline.ranks import Ranks
 from tests.unit.parallel.test_lane_groups import EXACT, IMAGES, alone, batch
 
 
 def trained(group: Ranks, per_rank: list[int], model: nn.Module, **settings: Any) -> tuple[list[Tensor], list[list[range]]]:
-    """Totals, gradients and buffers of two steps under DDP, and the groups."""
+    """Totals, gradients and buffers of some steps under DDP, and the groups."""
     model, lanes = copy.deepcopy(model), Lanes(per_rank, group.rank, IMAGES * sum(per_rank))
     strategy = parallel.build(Task(model, batch, 3, 0.1, nullcontext), lanes, group, Dist.model_construct(**settings))
     assert isinstance(strategy, Ddp)
     came: list[Tensor] = []
-    for step in range(2):
+    for step in range(TIMED_STEPS + 2):
         totals = strategy.backward(step).over_ranks()
         came += [torch.tensor([*totals.values()]), *(one.grad.clone() for one in strategy.parameters.values() if one.grad is not None)]
         came += [one.clone() for one in model.buffers()]

@@ -1,6 +1,7 @@
 """Lanes that are computed at once come to the bits of one after another, or are not computed so."""
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,7 +17,7 @@ from torchvision.ops import StochasticDepth
 from pipeline import lanes_at_once, models, order_of_sums
 from pipeline.models.cpu_layers import replace_kernels
 from pipeline.parallel.lane_buffers import LaneBuffers
-from pipeline.parallel.lane_groups import MOST_PIXELS, TRIALS, LaneGroups, same_bits
+from pipeline.parallel.lane_groups import LONG_SECONDS, MOST_PIXELS, TIMED_STEPS, TRIALS, LaneGroups, same_bits
 from pipeline.parallel.lanes import Lanes, Task
 
 IMAGES, SIDE = 4, 8
@@ -61,10 +62,20 @@ class Tied(nn.Module):
         return self.layer(self.layer(images.flatten(1)))[:, :10]
 
 
-def of(model: nn.Module, own: int = 4, most: int = 8, **changes: Any) -> LaneGroups:
+def begun(model: nn.Module, own: int = 4, most: int = 8, **changes: Any) -> LaneGroups:
     lanes = Lanes([own], 0, IMAGES * own)
     task = replace(Task(model, batch, 3, 0.1, nullcontext), **changes)
     return LaneGroups(task, lanes, LaneBuffers(model, lanes), 1 / lanes.global_batch, most, lambda: None)
+
+
+def timed(groups: LaneGroups) -> LaneGroups:
+    """After the first steps."""
+    assert all(groups.of_step(step) == groups._alone for step in range(TIMED_STEPS))
+    return groups
+
+
+def of(*words: Any, **changes: Any) -> LaneGroups:
+    return timed(begun(*words, **changes))
 
 
 def alone(lanes: int) -> list[range]:
@@ -170,6 +181,19 @@ def test_trials_end_also_where_there_are_several_groups() -> None:
     assert groups._groups == alone(8)
 
 
+@pytest.mark.parametrize("long_steps", [1, TIMED_STEPS])
+def test_long_lanes_are_not_tried(long_steps: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Much is new in the first step, which may be long alone."""
+    groups = begun(EXACT["linear"](), 2)
+    for step in range(TIMED_STEPS):
+        assert groups.of_step(step) == alone(2)
+        time.sleep(2.1 * LONG_SECONDS if step < long_steps else 0)
+    with caplog.at_level(logging.INFO):
+        found = [groups.of_step(step) for step in range(2)]
+    assert found == ([alone(2)] * 2 if long_steps == TIMED_STEPS else [[range(2)]] * 2)
+    assert ("lanes are computed one after another: each takes" in caplog.text) == (long_steps == TIMED_STEPS)
+
+
 def with_two_threads() -> LaneGroups:
     torch.set_num_threads(2)
     try:
@@ -202,7 +226,8 @@ def test_else_lanes_go_one_after_another(why: str) -> None:
 def test_groups_are_nodes_of_the_tree_and_no_larger_than_pays() -> None:
     model = EXACT["linear"]()
     lanes = Lanes([1, 7], 1, IMAGES * 8)
-    groups = LaneGroups(Task(model, batch, 3, 0.0, nullcontext), lanes, LaneBuffers(model, lanes), 1, 8, lambda: None)
+    task = Task(model, batch, 3, 0.0, nullcontext)
+    groups = timed(LaneGroups(task, lanes, LaneBuffers(model, lanes), 1, 8, lambda: None))
     assert groups.of_step(0) == [range(1, 2), range(2, 4), range(4, 8)]
     assert of(model, most=3).of_step(0) == [range(2), range(2, 4)]
     side = (MOST_PIXELS // IMAGES // 2) ** 0.5
