@@ -7,7 +7,6 @@ training all the same, before they are computed so.
 import logging
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -22,7 +21,8 @@ log = logging.getLogger(__name__)
 
 # Of the images of a group: larger groups gain little, and take memory.
 MOST_PIXELS = 1 << 18
-# The first steps tell how long a lane takes: longer ones gain nothing, and a trial takes as long as some steps.
+# So many steps tell how long a lane takes. Lanes that take longer than this gained nothing that could be measured, and a trial takes as
+# long as two or three steps.
 TIMED_STEPS, LONG_SECONDS = 2, 0.2
 # Steps: where some gradient is zero throughout, equal bits tell nothing.
 TRIALS = 3
@@ -42,7 +42,8 @@ class LaneGroups:
         tries = on_cpu and min(most, len(self._own)) > 1 and not task.seeds_all and lanes_at_once.supported(task.model)
         self._most, self._trials_left, self._equal = most, TRIALS, dict[int, bool]()
         self._alone: list[Group] = [range(lane, lane + 1) for lane in self._own]
-        self._began_at: list[float] = []
+        # Of the first own lane, in every step so far.
+        self._began_at, self._seconds = 0.0, list[float]()
         # Once they are known.
         self._groups: list[Group] | None = None if tries else self._alone
         if tries:
@@ -50,20 +51,25 @@ class LaneGroups:
 
     def of_step(self, step: int) -> list[Group]:
         """The own lanes, in groups that are each computed at once."""
-        if self._groups is None and self._pays():
-            self._groups = self._found(step)
+        if self._groups is None and len(self._seconds) >= TIMED_STEPS:
+            self._groups = self._found(step) if self._are_short() else self._alone
         return self._alone if self._groups is None else self._groups
 
-    def _pays(self) -> bool:
-        """Whether lanes were seen to be short."""
-        self._began_at.append(time.monotonic())
-        if len(self._began_at) <= TIMED_STEPS:
-            return False
-        seconds = min(after - before for before, after in pairwise(self._began_at)) / len(self._own)
+    def _are_short(self) -> bool:
+        """Whether lanes are so short that to compute several at once may be faster."""
+        # Much is new in the first step.
+        seconds = min(self._seconds, default=0.0)
         if seconds > LONG_SECONDS:
-            log.info("lanes are computed one after another: each takes %.2f s, and more at once would not be faster", seconds)
-            self._groups = self._alone
+            log.info("lanes are computed one after another: each takes %.2f s, so that several at once would gain little", seconds)
         return seconds <= LONG_SECONDS
+
+    def _time(self, lane: int) -> None:
+        """Take note of how long the first own lane takes this thread, which is done when the second begins."""
+        now = time.thread_time()
+        if lane == self._own[0]:
+            self._began_at = now
+        elif lane == self._own[1]:
+            self._seconds.append(now - self._began_at)
 
     def _found(self, step: int) -> list[Group] | None:
         """Which groups have equal bits at once; None where this step does not tell."""
@@ -85,6 +91,8 @@ class LaneGroups:
     def forward(self, model: nn.Module, step: int, group: Group, buffers: "Buffers") -> tuple[Tensor, list[ComputeRow]]:
         """The scaled sum of the losses of a group, and what computes each lane's row of totals."""
         self._pulse()
+        if self._groups is None:
+            self._time(group[0])
         buffers.before_lane(group[0])
         if len(group) == 1:
             loss, compute_row = self._task.forward(model, step, group[0])

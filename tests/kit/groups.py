@@ -14,6 +14,7 @@ import torch.multiprocessing as processes
 
 from pipeline import ranks
 from pipeline.hardware.environment import FIXED
+from pipeline.parallel import lane_groups
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ def _as_rank(rank: int, size: int, place: _Place) -> None:
     try:
         work: list[tuple[Callable[..., Any], tuple[Any, ...]]] = pickle.loads(place.work)
         torch.set_num_threads(1)
+        # Few steps are made: lanes are tried at once in the first.
+        lane_groups.TIMED_STEPS = 0
         meeting = ranks.Rendezvous(torch.distributed.FileStore(str(place.folder / "rendezvous"), size), rank, size)
         group = ranks.init_group(place.device, place.backend, meeting, 60)
         results = [function(group, *arguments) for function, arguments in work]

@@ -1,7 +1,6 @@
 """Lanes that are computed at once come to the bits of one after another, or are not computed so."""
 
 import logging
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,7 +16,7 @@ from torchvision.ops import StochasticDepth
 from pipeline import lanes_at_once, models, order_of_sums
 from pipeline.models.cpu_layers import replace_kernels
 from pipeline.parallel.lane_buffers import LaneBuffers
-from pipeline.parallel.lane_groups import LONG_SECONDS, MOST_PIXELS, TIMED_STEPS, TRIALS, LaneGroups, same_bits
+from pipeline.parallel.lane_groups import MOST_PIXELS, TIMED_STEPS, TRIALS, LaneGroups, same_bits
 from pipeline.parallel.lanes import Lanes, Task
 
 IMAGES, SIDE = 4, 8
@@ -68,9 +67,10 @@ def begun(model: nn.Module, own: int = 4, most: int = 8, **changes: Any) -> Lane
     return LaneGroups(task, lanes, LaneBuffers(model, lanes), 1 / lanes.global_batch, most, lambda: None)
 
 
-def timed(groups: LaneGroups) -> LaneGroups:
+def timed(groups: LaneGroups, *seconds: float) -> LaneGroups:
     """After the first steps."""
-    assert all(groups.of_step(step) == groups._alone for step in range(TIMED_STEPS))
+    assert groups.of_step(0) == groups._alone
+    groups._seconds = list(seconds) or [0.0] * TIMED_STEPS
     return groups
 
 
@@ -179,19 +179,6 @@ def test_trials_end_also_where_there_are_several_groups() -> None:
     groups = of(model, 8, 2)
     assert [groups.of_step(step) for step in range(TRIALS)] == [alone(8)] * TRIALS
     assert groups._groups == alone(8)
-
-
-@pytest.mark.parametrize("long_steps", [1, TIMED_STEPS])
-def test_long_lanes_are_not_tried(long_steps: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Much is new in the first step, which may be long alone."""
-    groups = begun(EXACT["linear"](), 2)
-    for step in range(TIMED_STEPS):
-        assert groups.of_step(step) == alone(2)
-        time.sleep(2.1 * LONG_SECONDS if step < long_steps else 0)
-    with caplog.at_level(logging.INFO):
-        found = [groups.of_step(step) for step in range(2)]
-    assert found == ([alone(2)] * 2 if long_steps == TIMED_STEPS else [[range(2)]] * 2)
-    assert ("lanes are computed one after another: each takes" in caplog.text) == (long_steps == TIMED_STEPS)
 
 
 def with_two_threads() -> LaneGroups:
