@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from pipeline.parallel import lane_groups
 from pipeline.ranks import Ranks
 from pipeline.tracking.journal import Silent
 from pipeline.training import guard, loop, train_rank
@@ -58,6 +59,8 @@ def test_nothing_is_read_from_the_device_between_two_log_lines(
     # As on a GPU. The flag of a stop request is a value of the host.
     monkeypatch.setattr(guard, "runs_ahead", lambda _: True)
     monkeypatch.setattr(Stop, "agreed", lambda self: False)
+    # On a GPU lanes are never tried at once.
+    monkeypatch.setattr(lane_groups, "TIMED_STEPS", 100)
     monkeypatch.setattr(train_rank, "plan", lambda *_: loop.Steps(12, 6, 2, 1000, 12))
     reads = Reads()
     journal = Watched(reads)
