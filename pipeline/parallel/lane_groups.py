@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 # Of the images of a group: larger groups gain little, and take memory.
 MOST_PIXELS = 1 << 18
-# So many steps tell how long a lane takes. Lanes that take longer than this gained nothing that could be measured, and a trial takes as
-# long as two or three steps.
+# So many steps tell how long a lane takes. Of a longer one, as ResNet-18's, nothing was seen to be gained, and a trial takes as long as
+# three or four steps.
 TIMED_STEPS, LONG_SECONDS = 2, 0.2
 # Steps: where some gradient is zero throughout, equal bits tell nothing.
 TRIALS = 3
