@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from bench.trainings import forget, pipeline
 from pipeline import models
 from pipeline.data import fashion_mnist
 from pipeline.hardware import machine
+from pipeline.hardware.cgroup import usable_cpus
 from pipeline.launch.agent_command import environment
 from pipeline.launch.node import Node
 from pipeline.tracking.journal import read
@@ -217,3 +220,28 @@ def machine_in_words() -> str:
     named = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     has = next((words for flag, words in INSTRUCTIONS.items() if re.search(rf"\b{flag}\b", text)), "no AVX2")
     return f"{named[1].replace('(R)', '') if named else 'an unnamed CPU'} ({has})"
+
+
+def generation() -> str:
+    """Its family and model, by their numbers: a virtual machine's CPU may be named as the generation before."""
+    info = Path("/proc/cpuinfo")
+    found = re.findall(r"^(cpu family|model)\s*: (\d+)$", info.read_text() if info.exists() else "", re.MULTILINE)
+    return ", ".join(f"{name.removeprefix('cpu ')} {number}" for name, number in dict(found).items()) or "unknown"
+
+
+def commit() -> str:
+    """What the code is, also where it was changed since; what a bench writes is no code."""
+    try:
+        name, changed = (
+            subprocess.check_output(["git", *words], cwd=ROOT, text=True, stderr=subprocess.DEVNULL).strip()
+            for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--", "pipeline", "bench/*.py"])
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{name}, changed" if changed else name
+
+
+def conditions(models: Sequence[str], precisions: Sequence[str]) -> dict[str, Any]:
+    """What figures depend on, for a file of results."""
+    found: dict[str, Any] = {"machine": machine_in_words(), "cpu": generation(), "cpus": usable_cpus(), "torch": version("torch")}
+    return found | {"precisions": list(precisions), "commits": dict.fromkeys(models, commit()), "models": {}}

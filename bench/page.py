@@ -3,6 +3,7 @@
 import json
 import re
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from matplotlib import pyplot
 ROOT = Path(__file__).parents[1]
 KEPT, PLOT = ROOT / "bench" / "against.json", ROOT / "docs" / "pictures" / "performance.svg"
 PAGES = ("README.md", "docs/performance.md")
+# What is the same for all models of a page.
+CONDITIONS = ("machine", "cpu", "cpus", "torch", "precisions")
 Results = dict[str, dict[str, dict[str, list[float]]]]
 
 
@@ -22,6 +25,22 @@ def title(model: str) -> str:
 def told(values: list[float], form: str = ".2f") -> str:
     """The median, and in brackets the lowest and the highest."""
     return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def refuse_a_mixture(found: dict[str, Any], models: Sequence[str]) -> None:
+    """End where a page would show models side by side that were measured under other conditions."""
+    kept = json.loads(KEPT.read_text())
+    others = [name for name in CONDITIONS if kept[name] != found[name]]
+    if others and kept["models"].keys() - set(models):
+        told = "; ".join(f"{name}: {kept[name]}, here {found[name]}" for name in others)
+        raise SystemExit(f"{KEPT}: figures of other conditions ({told}); measure all models, or leave --publish out")
+
+
+def merged(kept: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """What was kept, with the models that were measured anew."""
+    if any(kept[name] != found[name] for name in CONDITIONS):
+        return found
+    return found | {name: kept[name] | found[name] for name in ("commits", "models")}
 
 
 def table(models: Results, kind: str, form: str = ".2f") -> str:
@@ -37,12 +56,15 @@ def table(models: Results, kind: str, form: str = ".2f") -> str:
 def texts(results: dict[str, Any]) -> dict[str, str]:
     """What stands between the marks of a page, by mark."""
     models: Results = results["models"]
-    rounds = len(next(iter(next(iter(models.values()))["images_per_second"].values())))
+    numbers = {len(values) for found in models.values() for values in found["images_per_second"].values()}
+    rounds = " to ".join(map(str, sorted({min(numbers), max(numbers)})))
     where = f"{results['cpus']} cores of {results['machine']}, torch {results['torch']}, gloo, {rounds} rounds in turn"
+    commits = ", ".join(f"{title(name)} at commit {commit}" for name, commit in results["commits"].items())
     precision = next(iter(next(iter(models.values()))["images_per_second"])).partition(", ")[2]
     parts = [
-        f"On {where}; medians (lowest to highest).",
+        f"On {where} (CPU: {results['cpu']}); medians (lowest to highest).",
         "![Images a second of every arm, as a multiple of pytorch/examples' loop](pictures/performance.svg)",
+        f"Each model in rounds of its own: {commits}.",
         "Ratios of images/s:",
         table(models, "ratios"),
         "Images/s:",
@@ -93,9 +115,12 @@ def draw(models: Results, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def publish() -> None:
-    """Write what was kept into the pages."""
+def publish(found: dict[str, Any] | None = None) -> None:
+    """Write what was kept into the pages, after what was found anew."""
     results = json.loads(KEPT.read_text())
+    if found is not None:
+        results = merged(results, found)
+        KEPT.write_text(json.dumps(results, indent=2) + "\n")
     for name in PAGES:
         path = ROOT / name
         path.write_text(filled(path.read_text(), texts(results)))

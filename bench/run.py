@@ -22,12 +22,11 @@ sys.path.insert(0, str(ROOT))
 from bench import images as own  # noqa: E402
 from bench import learning as learned  # noqa: E402
 from bench import link, losses, page, recovery, starts  # noqa: E402
-from bench.against import MODELS, install_peers, machine_in_words, measured, unpack, usual_precisions  # noqa: E402
+from bench.against import MODELS, conditions, install_peers, machine_in_words, measured, unpack, usual_precisions  # noqa: E402
 from bench.arguments import add_parts  # noqa: E402
 from bench.jobs import torchrun  # noqa: E402
 from bench.strategies import WAYS  # noqa: E402
 from bench.trainings import pipeline, speed_of  # noqa: E402
-from pipeline.hardware.cgroup import usable_cpus  # noqa: E402
 
 
 def main() -> None:
@@ -112,8 +111,10 @@ def product(wanted: argparse.Namespace) -> None:
 
 def against(wanted: argparse.Namespace) -> None:
     """The product, its arithmetic alone, plain torch, and the loops of others, in turn; the results as JSON, too."""
+    results = conditions(wanted.models, wanted.precisions)
+    if wanted.publish:
+        page.refuse_a_mixture(results, wanted.models)
     install_peers()
-    results: dict[str, Any] = {"machine": machine_in_words(), "cpus": usable_cpus(), "torch": version("torch"), "models": {}}
     with tempfile.TemporaryDirectory() as scratch:
         unpack(Path(scratch))
         for name in wanted.models:
@@ -123,8 +124,7 @@ def against(wanted: argparse.Namespace) -> None:
                 show(what, values)
             wanted.out.write_text(json.dumps(results, indent=2) + "\n")
     if wanted.publish:
-        page.KEPT.write_bytes(wanted.out.read_bytes())
-        page.publish()
+        page.publish(results)
 
 
 def learning(wanted: argparse.Namespace) -> None:

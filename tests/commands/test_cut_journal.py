@@ -36,7 +36,7 @@ def test_figures_that_a_cut_journal_has_lost_are_in_mlflow_once(experiment: Expe
     experiment.run("train", "--stop-after-epochs", "1", expect=75)
     path = experiment.run_folder / "journal.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
-    # A checkpoint's line comes when its file is written, which may be after the figures of its step.
+    # A checkpoint's line comes when its file is written, which may be after the figures of later steps.
     last = max(number for number, line in enumerate(lines) if b"train/loss" in line)
     path.write_bytes(b"".join(lines[:last]) + b'{"kind": "metr')
     lost = set(in_mlflow(experiment)) - set(journaled(path))

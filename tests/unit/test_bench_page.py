@@ -1,6 +1,7 @@
 """The figures that a bench writes into README.md and docs/performance.md."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def results(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         shares = {"forward": [0.3, 0.4], "backward": [0.7, 0.6]}
         models[name] = {"images_per_second": contest.speeds, "ratios": contest.ratios(), "share of the peak": contest.shares_of_peak()}
         models[name]["share of a step"] = shares
-    return {"machine": "a CPU", "cpus": 2, "torch": "2", "models": models}
+    return against.conditions(list(models), ["bf16", "fp32"]) | {"commits": dict.fromkeys(models, "1234567"), "models": models}
 
 
 def test_a_page_has_every_arm_and_the_readme_says_which_precision_is_compared(results: dict[str, Any]) -> None:
@@ -41,6 +42,48 @@ def test_a_page_has_every_arm_and_the_readme_says_which_precision_is_compared(re
         assert f"\n| {arm} | " in texts["against"]
     marked = "before\n<!-- speed: by hand -->\nold\n<!-- end of speed -->\nafter\n"
     assert page.filled(marked, texts) == f"before\n<!-- speed: by hand -->\n{texts['speed']}\n<!-- end of speed -->\nafter\n"
+
+
+def test_a_model_may_be_measured_anew_on_the_same_machine(results: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "against.json"
+    kept.write_text(json.dumps(results))
+    monkeypatch.setattr(page, "KEPT", kept)
+    anew = results | {"commits": {"lenet": "fedcba9"}, "models": {"lenet": {"ratios": {"one": [1.0, 2.0]}}}}
+    page.refuse_a_mixture(anew, ["lenet"])
+    merged = page.merged(results, anew)
+    assert merged["commits"] == results["commits"] | anew["commits"]
+    assert merged["models"] == results["models"] | anew["models"]
+    assert list(merged["models"]) == list(results["models"])
+    for name, other in {"machine": "another", "cpu": "family 6, model 207", "cpus": 64, "torch": "3", "precisions": ["fp32"]}.items():
+        elsewhere = anew | {name: other}
+        assert page.merged(results, elsewhere) == elsewhere
+        page.refuse_a_mixture(elsewhere, list(results["models"]))
+        with pytest.raises(SystemExit, match=rf"{name}: .*, here .*; measure all models"):
+            page.refuse_a_mixture(elsewhere, ["lenet"])
+
+
+def test_a_page_says_of_which_code_its_figures_are_and_how_often_each_was_measured(results: dict[str, Any]) -> None:
+    for values in results["models"]["lenet"]["images_per_second"].values():
+        values *= 2
+    text = page.texts(results)["against"]
+    assert "2 to 4 rounds in turn" in text
+    assert "LeNet at commit 1234567, ResNet-18 at" in text
+
+
+def test_a_commit_is_changed_by_code_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(against, "ROOT", tmp_path)
+    assert against.commit() == "unknown"
+    (tmp_path / "bench").mkdir()
+    for name in ("run.py", "against.json"):
+        (tmp_path / "bench" / name).write_text("1")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "--quiet"], ["add", "bench"], ["commit", "--quiet", "--message", "one"]):
+        subprocess.run([*git, *words], check=True)
+    name = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
+    (tmp_path / "bench" / "against.json").write_text("2")
+    assert against.commit() == name
+    (tmp_path / "bench" / "run.py").write_text("2")
+    assert against.commit() == f"{name}, changed"
 
 
 def test_the_plot_is_drawn(results: dict[str, Any], tmp_path: Path) -> None:
