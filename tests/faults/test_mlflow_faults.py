@@ -100,7 +100,8 @@ def test_a_bad_server_makes_the_exit_late_by_ten_seconds_at_most(
     warned_once(said)
     assert late < 10
     before, after = (seconds_between_lines(experiment, *when) for when in ((0, changed_at), (changed_at, math.inf)))
-    assert after < 1.5 * before
+    # Who waits for a server that never answers waits for seconds; other load makes steps twice as long.
+    assert after < before + 0.1
     proxy.mode = "pass"
     assert "MLflow has all of it" in experiment.run("sync", MLFLOW_TRACKING_URI=proxy.uri)
     proxy.close()
