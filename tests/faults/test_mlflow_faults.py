@@ -95,10 +95,13 @@ def test_a_bad_server_makes_the_exit_late_by_ten_seconds_at_most(
     proxy = Proxy(server.uri)
     process = experiment.start("train", MLFLOW_TRACKING_URI=proxy.uri)
     wait_for_step(experiment, 100, process)
+    ranks = {one.pid for one in ranks_of(process)}
     proxy.mode, changed_at = mode, time.time()
     said, late = late_seconds(experiment, process)
     warned_once(said)
     assert late < 10
+    # Other processes ask the server, and never a rank.
+    assert ranks and proxy.clients and not proxy.clients & ranks
     before, after = (seconds_between_lines(experiment, *when) for when in ((0, changed_at), (changed_at, math.inf)))
     # Who waits for a server that never answers waits for seconds; other load makes steps twice as long.
     assert after < before + 0.1

@@ -11,6 +11,8 @@ import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import psutil
+
 from tests.kit.compose import free_port
 from tests.kit.experiment import clean_environment
 
@@ -65,6 +67,8 @@ class Proxy:
     def __init__(self, target: str, bytes_per_second: float = math.inf, late_seconds: float = 0.0):
         self.mode, self.slow_seconds, self.target, proxy = "pass", 3.0, target, self
         self.bytes_per_second, self.late_seconds, self.taken_bytes = bytes_per_second, late_seconds, 0
+        # The processes that have asked.
+        self.clients: set[int | None] = set()
 
         class Handler(BaseHTTPRequestHandler):
             def log_message(self, *_: object) -> None:
@@ -78,6 +82,7 @@ class Proxy:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def answer(self, asked: BaseHTTPRequestHandler) -> None:
+        self.clients |= {one.pid for one in psutil.net_connections("tcp4") if one.laddr == asked.client_address}
         body = self._taken(asked, int(asked.headers.get("Content-Length") or 0))
         mode = self.mode
         if mode == "hole":
