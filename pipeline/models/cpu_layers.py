@@ -1,5 +1,6 @@
 """Layers that torch's own kernels train slowly or wrongly on CPUs, and how they are computed there instead."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from pipeline.models import winograd
 
 # For so few pixels oneDNN's calls cost more than their arithmetic; it seems to pass over the whole gradient of the weights for every image.
 FEW_PIXELS = 16
+# For so many weights of each pixel of the window (channels that leave by those that enter), in bf16 for more pixels too.
+MANY_WEIGHTS, FEW_FOR_MANY_WEIGHTS = 128 * 256, 49
 OWN_OF_TORCH = nn.Conv2d._conv_forward  # pyright: ignore[reportPrivateUsage]
 Pair = tuple[int, int]
 Setting = int | tuple[int, ...]
@@ -53,7 +56,8 @@ def convolve(layer: Any, compute: Callable[..., Tensor], input: Tensor, weight: 
     lanes = under_way.lanes
     if plain and full and products_pay and shape.stride == (1, 1) and winograd.pays(len(input) // lanes, weight, shape.made):
         return winograd.convolve(input, weight, bias, shape.before, lanes)
-    if plain and math.prod(shape.made) <= FEW_PIXELS and products_pay:
+    many = not full and weight.shape[2:] != (1, 1) and math.prod(weight.shape[:2]) >= MANY_WEIGHTS
+    if plain and math.prod(shape.made) <= (FEW_FOR_MANY_WEIGHTS if many else FEW_PIXELS) and products_pay:
         return on_small_maps(input, weight, bias, shape.stride, shape.before)
     # A class that computes otherwise may add zeros of its own.
     alone = shape.unseen if torchs else input.shape[-2:].numel() <= FEW_PIXELS
@@ -123,7 +127,7 @@ def pair(setting: Setting) -> Pair:
 
 
 class SmallMaps(torch.autograd.Function):
-    """A convolution; the gradient of its weights is one product, of the gradients that come in and the pixels under each window."""
+    """A convolution; the gradient of its weights is one product of matrices, or one for each pixel of the window."""
 
     @staticmethod
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
@@ -140,30 +144,53 @@ class SmallMaps(torch.autograd.Function):
         images, weight = ctx.saved_tensors
         # In one order, whoever made it: sums go by it.
         gradient = gradient.contiguous(memory_format=torch.channels_last)
-        rows = gradient.permute(0, 2, 3, 1).flatten(0, 2)
         of_images: Tensor | None = None
         if ctx.needs_input_grad[0]:
             of_images = lanes_at_once.gradients_of_images(gradient, images, weight, ctx.settings, ctx.lanes)
         of_lanes: list[list[Tensor | None]] = []
-        for gradients, some in lanes_at_once.pieces(ctx.lanes, rows, images):
+        for one, some in lanes_at_once.pieces(ctx.lanes, gradient, images):
             of_weight: Tensor | None = None
             if ctx.needs_input_grad[1]:
-                windows = windows_of(some, gradient.shape, weight.shape, ctx.stride, ctx.padding)
-                # As the weights lie in channels-last order.
-                of_weight = (gradients.t() @ windows).to(ctx.dtype).view(weight.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
-            of_lanes.append([of_weight, gradients.sum(0).to(ctx.dtype) if ctx.needs_input_grad[2] else None])
+                # As the weights lie.
+                of_weight = torch.empty_like(weight, dtype=ctx.dtype, memory_format=torch.channels_last)
+                compute = by_pixel if math.prod(weight.shape[:2]) >= MANY_WEIGHTS else by_window
+                compute(of_weight, one, some, ctx.stride, ctx.padding)
+            rows = one.permute(0, 2, 3, 1).flatten(0, 2)
+            of_lanes.append([of_weight, rows.sum(0).to(ctx.dtype) if ctx.needs_input_grad[2] else None])
         return of_images, *lanes_at_once.summed(of_lanes), None, None, None
 
 
-def windows_of(images: Tensor, made: torch.Size, weight: torch.Size, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
-    """The pixels that an output is made of, in a row for each output, in channels-last order."""
+def by_window(of_weight: Tensor, gradient: Tensor, images: Tensor, stride: Pair, padding: Pair) -> None:
+    """One product: of the gradients of outputs and the pixels that each is made of."""
     (down, across), (height, width) = stride, padding
     bordered = F.pad(images.permute(0, 2, 3, 1), (0, 0, width, width, height, height))
     number, row, column, channel = bordered.stride()
-    _, channels, rows, columns = weight
-    shape = (len(images), *made[2:], rows, columns, channels)
+    order = of_weight.permute(0, 2, 3, 1)
+    shape = (len(images), *gradient.shape[2:], *order.shape[1:])
     windows = bordered.as_strided(shape, (number, row * down, column * across, row, column, channel))
-    return windows.reshape(shape[0] * shape[1] * shape[2], rows * columns * channels)
+    leaving = gradient.permute(0, 2, 3, 1).flatten(0, 2)
+    order.copy_((leaving.t() @ windows.reshape(len(leaving), order[0].numel())).view(order.shape))
+
+
+def by_pixel(of_weight: Tensor, gradient: Tensor, images: Tensor, stride: Pair, padding: Pair) -> None:
+    """A product for each pixel of the window, without the zeros around images."""
+    # In one order, whoever made it: sums go by it.
+    images = images.contiguous(memory_format=torch.channels_last)
+    downs, acrosses = map(inside, of_weight.shape[2:], images.shape[2:], gradient.shape[2:], stride, padding)
+    for (row, (made_down, down)), (column, (made_across, across)) in itertools.product(enumerate(downs), enumerate(acrosses)):
+        leaving, entering = gradient[:, :, made_down, made_across], images[:, :, down, across]
+        two = (each.permute(0, 2, 3, 1).flatten(0, 2) for each in (leaving, entering))
+        of_weight[:, :, row, column] = next(two).t() @ next(two) if leaving.numel() else 0
+
+
+def inside(window: int, length: int, made: int, stride: int, zeros: int) -> list[tuple[slice, slice]]:
+    """Along one side, for each place of the window: the outputs for which it lies within the images, and the pixels there."""
+    found: list[tuple[slice, slice]] = []
+    for place in range(window):
+        first, end = max(0, -(-(zeros - place) // stride)), min(made, (length - 1 + zeros - place) // stride + 1)
+        at, some = first * stride + place - zeros, max(0, end - first)
+        found.append((slice(first, first + some), slice(at, at + some * stride, stride)))
+    return found
 
 
 def window_side(pool: nn.AvgPool2d) -> int:

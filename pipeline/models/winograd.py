@@ -1,19 +1,22 @@
 """Convolutions with windows of 3 by 3 after Winograd: 16 pixels of an output take 36 multiplications a channel instead of 144."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from pipeline.lanes_at_once import summed
 
+Pair = tuple[int, int]
+Matrix = tuple[tuple[float, ...], ...]
 # OUT by OUT pixels come out of IN by IN, a tile: Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, 2015.
 OUT, IN = 4, 6
-IMAGES = [[4, 0, -5, 0, 1, 0], [0, -4, -4, 1, 1, 0], [0, 4, -4, -1, 1, 0], [0, -2, -1, 2, 1, 0], [0, 2, -1, -2, 1, 0], [0, 4, 0, -5, 0, 1]]
-WEIGHTS = [[1 / 4, 0, 0], [-1 / 6, -1 / 6, -1 / 6], [-1 / 6, 1 / 6, -1 / 6], [1 / 24, 1 / 12, 1 / 6], [1 / 24, -1 / 12, 1 / 6], [0, 0, 1]]
-OUTPUTS = [[1, 1, 1, 1, 1, 0], [0, 1, -1, 2, -2, 0], [0, 1, 1, 4, 4, 0], [0, 1, -1, 8, -8, 1]]
+OVER = IN - OUT
+IMAGES = (4, 0, -5, 0, 1, 0), (0, -4, -4, 1, 1, 0), (0, 4, -4, -1, 1, 0), (0, -2, -1, 2, 1, 0), (0, 2, -1, -2, 1, 0), (0, 4, 0, -5, 0, 1)
+WEIGHTS = (1 / 4, 0, 0), (-1 / 6,) * 3, (-1 / 6, 1 / 6, -1 / 6), (1 / 24, 1 / 12, 1 / 6), (1 / 24, -1 / 12, 1 / 6), (0, 0, 1)
+OUTPUTS = (1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1)
 # So many at once stay in the caches.
 TILES_AT_ONCE = 128
 # What pays, as measured: channels and values for the transforms of tiles, pixels for those of the weights, and tiles that are used.
@@ -27,13 +30,14 @@ def pays(images: int, weight: Tensor, made: tuple[int, int]) -> bool:
     return weight.shape[2:] == (3, 3) and enough and pixels >= USED * tiles * OUT**2 and tiles <= 2 * TILES_AT_ONCE
 
 
-def both_ways(rows: Sequence[Sequence[float]], like: Tensor) -> Tensor:
+@cache
+def both_ways(rows: Matrix, dtype: torch.dtype) -> Tensor:
     """What is done to the rows and to the columns of a tile, as one matrix."""
-    matrix = torch.tensor(rows, dtype=torch.float64, device=like.device)
-    return torch.kron(matrix, matrix).to(like.dtype)
+    matrix = torch.tensor(rows, dtype=torch.float64)
+    return torch.kron(matrix, matrix).to(dtype)
 
 
-def convolve(images: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int], lanes: int = 1) -> Tensor:
+def convolve(images: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair, lanes: int = 1) -> Tensor:
     """Return the same as F.conv2d, rounded otherwise."""
     found: Tensor = Winograd.apply(images, weight, bias, padding, lanes)  # pyright: ignore
     return found
@@ -43,69 +47,68 @@ class Winograd(torch.autograd.Function):
     """A convolution of strides of 1. Images and weights are transformed and multiplied, as 36 matrices each, and transformed back."""
 
     @staticmethod
-    def forward(images: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int], lanes: int) -> Tensor:
-        height, width = (side + 2 * zeros - 2 for side, zeros in zip(images.shape[2:], padding, strict=True))
-        rows, columns = -(-height // OUT), -(-width // OUT)
+    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, padding: Pair, lanes: int) -> Tensor:
+        height, width = (side + 2 * zeros - OVER for side, zeros in zip(images.shape[2:], padding, strict=True))
+        tiles = rows, columns = -(-height // OUT), -(-width // OUT)
         shape = len(images), len(weight), rows * OUT, columns * OUT
         found = torch.empty(shape, dtype=images.dtype, memory_format=torch.channels_last)
-        kernels, back = transformed(weight).transpose(1, 2), both_ways(OUTPUTS, images)
-        for start in range(0, len(images), len(images) // lanes):
-            lane = slice(start, start + len(images) // lanes)
-            for part, out in in_parts(rows * columns, images[lane], found[lane]):
-                products = tiles_of(part, padding, rows, columns) @ kernels
-                pixels = grid(out)
-                pixels.copy_((back @ products.flatten(1)).view(pixels.shape))
+        kernels = transformed(weight)
+        ctx.padding, ctx.lanes = padding, lanes
+        ctx.save_for_backward(images, weight, kernels)
+        into, out_of = cache(partial(into_tiles, images, padding, tiles)), cache(partial(out_of_products, found, tiles))
+        for lane in zip(images.chunk(lanes), found.chunk(lanes), strict=True):
+            for part, out in in_parts(rows * columns, *lane):
+                products, transform = out_of(len(part))
+                torch.bmm(into(len(part))(part), kernels.transpose(1, 2), out=products)
+                transform(out)
         if found.shape[2:] != (height, width):
             found = found[:, :, :height, :width].clone(memory_format=torch.channels_last)
         return found if bias is None else found.add_(bias[:, None, None])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        images, weight, _, ctx.padding, ctx.lanes = inputs
-        ctx.save_for_backward(images, weight)
-
-    @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        images, weight = ctx.saved_tensors
+        images, weight, kernels = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # For gradients of gradients.
+            rest = [len(weight)], (1, 1), ctx.padding, (1, 1), False, (0, 0), 1, ctx.needs_input_grad[:3]
+            return *torch.ops.aten.convolution_backward(gradient, images, weight, *rest), None, None
         # In one order, whoever made it: sums go by it.
         gradient = gradient.contiguous(memory_format=torch.channels_last)
-        rows, columns = (-(-side // OUT) for side in gradient.shape[2:])
-        below, behind = rows * OUT - gradient.shape[2], columns * OUT - gradient.shape[3]
-        bordered = F.pad(gradient, (0, behind, 0, below)) if below or behind else gradient
+        tiles = rows, columns = -(-gradient.shape[2] // OUT), -(-gradient.shape[3] // OUT)
         of_images = torch.empty_like(images, memory_format=torch.channels_last)
-        kernels, back = transformed(weight), both_ways(OUTPUTS, images).t()
+        into, spread = cache(partial(into_tiles, images, ctx.padding, tiles)), cache(partial(into_products, gradient, tiles))
+        out_of = cache(partial(out_of_tiles, images, ctx.padding, tiles))
         of_lanes: list[list[Tensor | None]] = []
-        for start in range(0, len(images), len(images) // ctx.lanes):
-            unbordered, *of = (one[start : start + len(images) // ctx.lanes] for one in (gradient, images, bordered, of_images))
+        for lane in zip(*(one.chunk(ctx.lanes) for one in (gradient, images, of_images)), strict=True):
             of_kernels: Tensor | None = None
-            for part, arrived, out in in_parts(rows * columns, *of):
-                spread = (back @ grid(arrived).reshape(OUT * OUT, -1)).view(IN * IN, -1, len(weight))
+            for arrived, part, out in in_parts(rows * columns, *lane):
+                leaving = spread(len(part))(arrived)
                 if ctx.needs_input_grad[0]:
-                    out.copy_(images_of(spread @ kernels, out.shape, ctx.padding, rows, columns))
+                    products, transform = out_of(len(part))
+                    torch.bmm(leaving, kernels, out=products)
+                    transform(out)
                 if ctx.needs_input_grad[1]:
-                    two = spread.transpose(1, 2), tiles_of(part, ctx.padding, rows, columns)
+                    two = leaving.transpose(1, 2), into(len(part))(part)
                     of_kernels = torch.bmm(*two) if of_kernels is None else of_kernels.baddbmm_(*two)
-            of_bias = unbordered.permute(0, 2, 3, 1).flatten(0, 2).sum(0) if ctx.needs_input_grad[2] else None
+            of_bias = lane[0].permute(0, 2, 3, 1).flatten(0, 2).sum(0) if ctx.needs_input_grad[2] else None
             of_lanes.append([None if of_kernels is None else transformed_back(of_kernels), of_bias])
         return of_images if ctx.needs_input_grad[0] else None, *summed(of_lanes), None, None
 
 
 def in_parts(tiles: int, *of: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """So many images at once that their tiles stay in the caches."""
-    size = max(1, TILES_AT_ONCE // tiles)
-    for start in range(0, len(of[0]), size):
-        yield tuple(one[start : start + size] for one in of)
+    return zip(*(one.split(max(1, TILES_AT_ONCE // tiles)) for one in of), strict=True)
 
 
 def transformed(weight: Tensor) -> Tensor:
     """36 matrices of the channels that leave by those that enter."""
     rows = weight.permute(0, 2, 3, 1).reshape(len(weight), 9, -1)
-    return torch.bmm(both_ways(WEIGHTS, weight).expand(len(weight), -1, -1), rows).transpose(0, 1)
+    return torch.bmm(both_ways(WEIGHTS, weight.dtype).expand(len(weight), -1, -1), rows).transpose(0, 1)
 
 
 def transformed_back(kernels: Tensor) -> Tensor:
     """The gradient of the weights, in channels-last order."""
-    back = both_ways(WEIGHTS, kernels).t().expand(kernels.shape[1], -1, -1)
+    back = both_ways(WEIGHTS, kernels.dtype).t().expand(kernels.shape[1], -1, -1)
     return torch.bmm(back, kernels.transpose(0, 1)).unflatten(1, (3, 3)).permute(0, 3, 1, 2)
 
 
@@ -114,27 +117,75 @@ def grid(pixels: Tensor) -> Tensor:
     return pixels.permute(0, 2, 3, 1).unflatten(1, (-1, OUT)).unflatten(3, (-1, OUT)).permute(2, 4, 0, 1, 3, 5)
 
 
-def tiles_of(images: Tensor, padding: tuple[int, int], rows: int, columns: int) -> Tensor:
-    """36 matrices of tiles by channels; tiles overlap by what a window reaches beyond its pixel."""
-    (above, before), (height, width) = padding, images.shape[2:]
-    below, behind = rows * OUT + 2 - height - above, columns * OUT + 2 - width - before
-    bordered = F.pad(images.permute(0, 2, 3, 1), (0, 0, before, behind, above, below))
-    number, row, column, channel = bordered.stride()
-    channels = images.shape[1]
-    shape = IN, IN, len(images), rows, columns, channels
-    tiles = bordered.as_strided(shape, (row, column, number, row * OUT, column * OUT, channel))
-    return (both_ways(IMAGES, images) @ tiles.reshape(IN * IN, -1)).view(IN * IN, -1, channels)
+# Each of the following takes its memory once, for so many images, and uses it for one part of a batch after another.
 
 
-def images_of(tiles: Tensor, shape: torch.Size, padding: tuple[int, int], rows: int, columns: int) -> Tensor:
-    """What tiles_of made of images, from the other end: the gradient of each pixel is the sum of those of its tiles."""
-    number, channels, height, width = shape
-    tiles = (both_ways(IMAGES, tiles).t() @ tiles.flatten(1)).view(IN, IN, number, rows, columns, channels)
-    bordered = tiles.new_zeros(number, (rows + 1) * OUT, (columns + 1) * OUT, channels).permute(0, 3, 1, 2)
-    pixels, over = grid(bordered), IN - OUT
-    pixels[:, :, :, :-1, :-1] = tiles[:OUT, :OUT]
-    pixels[:over, :, :, 1:, :-1] += tiles[OUT:, :OUT]
-    pixels[:, :over, :, :-1, 1:] += tiles[:OUT, OUT:]
-    pixels[:over, :over, :, 1:, 1:] += tiles[OUT:, OUT:]
-    above, before = padding
-    return bordered[:, :, above : above + height, before : before + width]
+def into_tiles(images: Tensor, padding: Pair, tiles: Pair, number: int) -> Callable[[Tensor], Tensor]:
+    """Of images, 36 matrices of tiles by channels; tiles overlap by what a window reaches beyond its pixel."""
+    (above, before), (rows, columns), (channels, height, width) = padding, tiles, images.shape[1:]
+    bordered = images.new_zeros(number, rows * OUT + OVER, columns * OUT + OVER, channels)
+    inner = bordered[:, above : above + height, before : before + width].permute(0, 3, 1, 2)
+    image, row, column, channel = bordered.stride()
+    overlapping = bordered.as_strided((IN, IN, number, *tiles, channels), (row, column, image, row * OUT, column * OUT, channel))
+    apart = torch.empty_like(overlapping, memory_format=torch.contiguous_format)
+    made = images.new_empty(IN * IN, number * rows * columns, channels)
+
+    def transform(part: Tensor) -> Tensor:
+        inner.copy_(part)
+        apart.copy_(overlapping)
+        torch.mm(both_ways(IMAGES, images.dtype), apart.view(IN * IN, -1), out=made.flatten(1))
+        return made
+
+    return transform
+
+
+def out_of_products(found: Tensor, tiles: Pair, number: int) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """Memory for products, and what makes an output's pixels of them."""
+    products = found.new_empty(IN * IN, number * tiles[0] * tiles[1], found.shape[1])
+    made = found.new_empty(OUT, OUT, number, *tiles, found.shape[1])
+
+    def transform(out: Tensor) -> None:
+        torch.mm(both_ways(OUTPUTS, found.dtype), products.flatten(1), out=made.view(OUT * OUT, -1))
+        grid(out).copy_(made)
+
+    return products, transform
+
+
+def into_products(gradient: Tensor, tiles: Pair, number: int) -> Callable[[Tensor], Tensor]:
+    """The way back: of an output's gradients, those of the products."""
+    rows, columns = tiles
+    leaving, height, width = gradient.shape[1:]
+    whole = gradient.new_zeros(number, rows * OUT, columns * OUT, leaving).permute(0, 3, 1, 2)
+    apart = gradient.new_empty(OUT, OUT, number, *tiles, leaving)
+    made = gradient.new_empty(IN * IN, number * rows * columns, leaving)
+
+    def transform(part: Tensor) -> Tensor:
+        if part.shape != whole.shape:
+            whole[:, :, :height, :width] = part
+            part = whole
+        apart.copy_(grid(part))
+        torch.mm(both_ways(OUTPUTS, gradient.dtype).t(), apart.view(OUT * OUT, -1), out=made.flatten(1))
+        return made
+
+    return transform
+
+
+def out_of_tiles(images: Tensor, padding: Pair, tiles: Pair, number: int) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """Memory for the gradients of tiles, and what makes images' of them: the gradient of each pixel is the sum of those of its tiles."""
+    (above, before), (rows, columns), (channels, height, width) = padding, tiles, images.shape[1:]
+    products = images.new_empty(IN * IN, number * rows * columns, channels)
+    made = images.new_empty(IN, IN, number, *tiles, channels)
+    bordered = images.new_zeros(number, (rows + 1) * OUT, (columns + 1) * OUT, channels).permute(0, 3, 1, 2)
+    pixels, inner = grid(bordered), bordered[:, :, above : above + height, before : before + width]
+    over, beside, across = pixels[:OVER, :, :, 1:, :-1], pixels[:, :OVER, :, :-1, 1:], pixels[:OVER, :OVER, :, 1:, 1:]
+
+    def transform(out: Tensor) -> None:
+        torch.mm(both_ways(IMAGES, images.dtype).t(), products.flatten(1), out=made.view(IN * IN, -1))
+        pixels[:, :, :, -1] = pixels[:, :, :, :, -1] = 0
+        pixels[:, :, :, :-1, :-1] = made[:OUT, :OUT]
+        over.add_(made[OUT:, :OUT])
+        beside.add_(made[:OUT, OUT:])
+        across.add_(made[OUT:, OUT:])
+        out.copy_(inner)
+
+    return products, transform

@@ -107,7 +107,7 @@ ELSEWHERE = {
     "python bench/run.py --publish against": "nobody: an hour and a half; tests/unit/test_bench_page.py looks at what it writes",
     "python bench/kernels.py": "nobody: some minutes",
     "python bench/kernels.py torchvision:mobilenet_v3_small --trainings 140": "nobody: its count changes from one time to the next",
-    "MALLOC_PERTURB_=128 python -m tests.kit.uncomputed": "tests/unit/models/test_small_maps.py",
+    "MALLOC_PERTURB_=128 python -m tests.kit.uncomputed": "tests/unit/models/test_uncomputed.py",
     "python bench/run.py learning": "nobody: half an hour",
     "python bench/run.py images": "nobody: a quarter of an hour",
     "python bench/gpu.py PART…": "nobody: it needs a GPU; tests/ranks/test_gpu.py and others are what it runs",

@@ -1,11 +1,6 @@
 """Convolutions to maps of few pixels on CPUs: what they compute, and that it has one set of bits."""
 
 import copy
-import os
-import platform
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +12,15 @@ from pipeline.models import cpu_layers
 from pipeline.models.cpu_layers import replace_kernels
 from pipeline.parallel.layouts import keep_layouts
 
-ROOT = Path(__file__).parents[3]
-
 
 @pytest.fixture(autouse=True)
 def fast_fp32_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "fast_fp32_products", lambda: True)
+
+
+@pytest.fixture(params=[1, cpu_layers.MANY_WEIGHTS], ids=["by pixel", "by window"])
+def many_weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_layers, "MANY_WEIGHTS", request.param)
 
 
 SMALL: dict[str, tuple[nn.Conv2d, tuple[int, int]]] = {
@@ -34,10 +32,12 @@ SMALL: dict[str, tuple[nn.Conv2d, tuple[int, int]]] = {
     "points with a border": (nn.Conv2d(6, 8, 1, padding=1), (1, 2)),
     "to one pixel": (nn.Conv2d(6, 8, 4), (4, 4)),
     "without bias": (nn.Conv2d(6, 8, 3, padding=1, bias=False), (3, 3)),
+    "seen by a part of the window": (nn.Conv2d(6, 8, (5, 4), (3, 1), (3, 2)), (2, 1)),
     "points without bias": (nn.Conv2d(6, 8, 1, bias=False), (1, 1)),
 }
 
 
+@pytest.mark.usefixtures("many_weights")
 @pytest.mark.parametrize("order", [torch.channels_last, torch.contiguous_format], ids=str)
 @pytest.mark.parametrize("name", SMALL)
 def test_convolutions_to_small_maps_compute_what_torchs_own_do(name: str, order: torch.memory_format) -> None:
@@ -64,6 +64,7 @@ def grads(layer: nn.Module) -> list[Tensor | None]:
     return [one.grad for one in layer.parameters()]
 
 
+@pytest.mark.usefixtures("many_weights")
 @pytest.mark.parametrize("name", SMALL)
 def test_small_maps_in_bf16_are_near_to_fp32(name: str) -> None:
     """torch's own is no measure: it may hold numbers that nothing computed."""
@@ -90,6 +91,7 @@ def forms(of: Tensor) -> list[Tensor]:
     return [last, of.contiguous(), torch.cat([last, last], 1)[:, : of.shape[1]]]
 
 
+@pytest.mark.usefixtures("many_weights")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2), (4, 4)], ids=str)
 @pytest.mark.parametrize("window", [1, 3])
@@ -109,6 +111,7 @@ def test_the_bits_do_not_depend_on_how_images_and_gradients_lie_in_memory(window
             assert all(torch.equal(one, another) for one, another in zip(found[0], other, strict=True))
 
 
+@pytest.mark.usefixtures("many_weights")
 def test_small_maps_of_no_images_and_in_double_precision_are_torchs() -> None:
     for window in (1, 3):
         layer = nn.Conv2d(6, 8, window, padding=window // 2)
@@ -120,50 +123,6 @@ def test_small_maps_of_no_images_and_in_double_precision_are_torchs() -> None:
         replace_kernels(layer.double())
         with torch.autocast("cpu", torch.bfloat16):
             assert layer(torch.randn(5, 6, 4, 4, dtype=torch.float64)).dtype == torch.float64
-
-
-class Scaled(nn.Conv2d):
-    """A class of its own, as those with standardized weights."""
-
-    def forward(self, images: Tensor) -> Tensor:  # pyright: ignore
-        return self._conv_forward(input=images, weight=self.weight * 2, bias=self.bias)
-
-
-OTHERS: list[nn.Conv2d] = [
-    nn.Conv2d(16, 32, 3, 2, padding=2, dilation=2),
-    nn.Conv2d(16, 32, 3, 2, padding=1, groups=2),
-    nn.Conv2d(16, 16, 5, padding=2, groups=16),
-    nn.Conv2d(16, 32, 7, padding="same"),
-    nn.Conv2d(16, 32, 3, 2, padding=1, padding_mode="replicate"),
-]
-PLAIN = nn.Conv2d(16, 32, 3, 2, padding=1)
-WITH_ONE_STRIDE = nn.Conv2d(16, 32, 3, padding=1)
-WITH_ONE_STRIDE.stride = 2  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@pytest.mark.parametrize("layer", [PLAIN, copy.deepcopy(PLAIN).eval(), WITH_ONE_STRIDE, Scaled(16, 32, 3, 2, padding=1), *OTHERS], ids=str)
-def test_every_gradient_in_bf16_is_computed_where_windows_reach_beyond_maps(layer: nn.Conv2d) -> None:
-    """torch's own holds numbers that nothing computed, on maps of one pixel in most calls."""
-    torch.manual_seed(6)
-    layer = copy.deepcopy(layer).to(memory_format=torch.channels_last)  # pyright: ignore
-    replace_kernels(layer)
-    for side in (1, 2):
-        images = torch.randn(6, 16, side, side)
-        full = torch.autograd.grad(layer(images).square().sum(), layer.weight)[0]
-        for _ in range(10):
-            with torch.autocast("cpu", torch.bfloat16):
-                found = layer(images)
-            assert found.dtype == torch.bfloat16
-            own = torch.autograd.grad(found.float().square().sum(), layer.weight)[0]
-            assert (own - full).norm() < 0.02 * full.norm()
-
-
-@pytest.mark.parametrize("layer", [one for one in OTHERS if one.padding != "same"], ids=str)
-def test_other_convolutions_keep_torchs_bits_in_fp32(layer: nn.Conv2d) -> None:
-    ours, images = copy.deepcopy(layer), torch.randn(5, 16, 3, 3)
-    replace_kernels(ours)
-    found, expected = (torch.autograd.grad(one(images).square().sum(), one.weight)[0] for one in (ours, layer))
-    assert torch.equal(found, expected)
 
 
 def test_larger_maps_and_evaluations_keep_torchs_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,18 +169,6 @@ def test_one_image_by_itself_trains_as_in_a_batch() -> None:
     assert found.grad_fn.next_functions[0][0].name() == layer(image[None]).grad_fn.name() == "SmallMapsBackward"
     alone, batch = (torch.autograd.grad(one.square().sum(), layer.weight)[0] for one in (found, layer(image[None])))
     assert torch.equal(alone, batch)
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
-def test_nothing_is_left_uncomputed() -> None:
-    words = [sys.executable, "-m", "tests.kit.uncomputed"]
-    done = subprocess.run(words, env=os.environ | {"MALLOC_PERTURB_": "128"}, capture_output=True, text=True, cwd=ROOT)
-    flags = Path("/proc/cpuinfo").read_text()
-    counted = done.stdout.rpartition("\n")[0].rpartition("\n")[2].startswith("wrong of")
-    if done.returncode and counted and ("amx_bf16" in flags or "avx512_bf16" not in flags):
-        pytest.xfail(f"kernels of another kind of CPU than was examined: {done.stdout}{done.stderr}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("ours 0\n"), done.stdout
 
 
 def test_small_maps_of_frozen_layers_pass_gradients_on() -> None:
