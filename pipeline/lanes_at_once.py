@@ -218,14 +218,11 @@ class BatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor, *given: Any) -> Tensor:
         ctx.statistics, momentum, ctx.eps = given
-        # Each where it belongs: to put them together would take longer.
-        compute: Any = torch.ops.aten.native_batch_norm.out
-        lanes, made, scales = len(ctx.statistics), torch.empty_like(images), list[Tensor]()
-        for part, running, out in zip(pieces(lanes, images), ctx.statistics, made.chunk(lanes), strict=True):
-            scales += weight.new_empty(0), weight.new_empty(0)
-            compute(*part, weight, bias, *running, True, momentum, ctx.eps, out=out, save_mean=scales[-2], save_invstd=scales[-1])
-        ctx.save_for_backward(images, weight, *scales)
-        return made
+        compute: Any = torch.native_batch_norm
+        parts = zip(pieces(len(ctx.statistics), images), ctx.statistics, strict=True)
+        found = [compute(*part, weight, bias, *running, True, momentum, ctx.eps) for part, running in parts]
+        ctx.save_for_backward(images, weight, *(one for _, *scale in found for one in scale))
+        return torch.cat([made for made, *_ in found])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore

@@ -18,7 +18,8 @@ from pipeline.models import winograd
 
 # For so few pixels oneDNN's calls cost more than their arithmetic; it seems to pass over the whole gradient of the weights for every image.
 FEW_PIXELS = 16
-# For so many weights of each pixel of the window (channels that leave by those that enter), in bf16 for more pixels too.
+# Channels that leave times those that enter: so many make a product of matrices for each pixel of the window worth its call. In bf16 that
+# is faster than oneDNN for more pixels, too.
 MANY_WEIGHTS, FEW_FOR_MANY_WEIGHTS = 128 * 256, 49
 OWN_OF_TORCH = nn.Conv2d._conv_forward  # pyright: ignore[reportPrivateUsage]
 Pair = tuple[int, int]
@@ -178,9 +179,9 @@ def by_pixel(of_weight: Tensor, gradient: Tensor, images: Tensor, stride: Pair, 
     images = images.contiguous(memory_format=torch.channels_last)
     downs, acrosses = map(inside, of_weight.shape[2:], images.shape[2:], gradient.shape[2:], stride, padding)
     for (row, (made_down, down)), (column, (made_across, across)) in itertools.product(enumerate(downs), enumerate(acrosses)):
-        leaving, entering = gradient[:, :, made_down, made_across], images[:, :, down, across]
-        two = (each.permute(0, 2, 3, 1).flatten(0, 2) for each in (leaving, entering))
-        of_weight[:, :, row, column] = next(two).t() @ next(two) if leaving.numel() else 0
+        leaving = gradient[:, :, made_down, made_across].permute(0, 2, 3, 1).flatten(0, 2)
+        entering = images[:, :, down, across].permute(0, 2, 3, 1).flatten(0, 2)
+        of_weight[:, :, row, column] = leaving.t() @ entering if len(leaving) else 0
 
 
 def inside(window: int, length: int, made: int, stride: int, zeros: int) -> list[tuple[slice, slice]]:

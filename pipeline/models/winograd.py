@@ -32,8 +32,8 @@ def pays(images: int, weight: Tensor, made: tuple[int, int]) -> bool:
 
 @cache
 def both_ways(rows: Matrix, dtype: torch.dtype) -> Tensor:
-    """What is done to the rows and to the columns of a tile, as one matrix."""
-    matrix = torch.tensor(rows, dtype=torch.float64)
+    """What is done to the rows and to the columns of a tile, as one matrix, which nobody changes."""
+    matrix = torch.tensor(rows, dtype=torch.float64, device="cpu")
     return torch.kron(matrix, matrix).to(dtype)
 
 
@@ -54,12 +54,13 @@ class Winograd(torch.autograd.Function):
         found = torch.empty(shape, dtype=images.dtype, memory_format=torch.channels_last)
         kernels = transformed(weight)
         ctx.padding, ctx.lanes = padding, lanes
-        ctx.save_for_backward(images, weight, kernels)
-        into, out_of = cache(partial(into_tiles, images, padding, tiles)), cache(partial(out_of_products, found, tiles))
+        ctx.save_for_backward(images, weight, kernels if ctx.needs_input_grad[0] else None)
+        # A lane's last part may be smaller.
+        tiles_of, outputs_of = cache(partial(from_images, images, padding, tiles)), cache(partial(to_outputs, found, tiles))
         for lane in zip(images.chunk(lanes), found.chunk(lanes), strict=True):
             for part, out in in_parts(rows * columns, *lane):
-                products, transform = out_of(len(part))
-                torch.bmm(into(len(part))(part), kernels.transpose(1, 2), out=products)
+                products, transform = outputs_of(len(part))
+                torch.bmm(tiles_of(len(part))(part), kernels.transpose(1, 2), out=products)
                 transform(out)
         if found.shape[2:] != (height, width):
             found = found[:, :, :height, :width].clone(memory_format=torch.channels_last)
@@ -76,19 +77,19 @@ class Winograd(torch.autograd.Function):
         gradient = gradient.contiguous(memory_format=torch.channels_last)
         tiles = rows, columns = -(-gradient.shape[2] // OUT), -(-gradient.shape[3] // OUT)
         of_images = torch.empty_like(images, memory_format=torch.channels_last)
-        into, spread = cache(partial(into_tiles, images, ctx.padding, tiles)), cache(partial(into_products, gradient, tiles))
-        out_of = cache(partial(out_of_tiles, images, ctx.padding, tiles))
+        tiles_of, gradients_of = cache(partial(from_images, images, ctx.padding, tiles)), cache(partial(from_outputs, gradient, tiles))
+        images_of = cache(partial(to_images, images, ctx.padding, tiles))
         of_lanes: list[list[Tensor | None]] = []
         for lane in zip(*(one.chunk(ctx.lanes) for one in (gradient, images, of_images)), strict=True):
             of_kernels: Tensor | None = None
             for arrived, part, out in in_parts(rows * columns, *lane):
-                leaving = spread(len(part))(arrived)
+                leaving = gradients_of(len(part))(arrived)
                 if ctx.needs_input_grad[0]:
-                    products, transform = out_of(len(part))
+                    products, transform = images_of(len(part))
                     torch.bmm(leaving, kernels, out=products)
                     transform(out)
                 if ctx.needs_input_grad[1]:
-                    two = leaving.transpose(1, 2), into(len(part))(part)
+                    two = leaving.transpose(1, 2), tiles_of(len(part))(part)
                     of_kernels = torch.bmm(*two) if of_kernels is None else of_kernels.baddbmm_(*two)
             of_bias = lane[0].permute(0, 2, 3, 1).flatten(0, 2).sum(0) if ctx.needs_input_grad[2] else None
             of_lanes.append([None if of_kernels is None else transformed_back(of_kernels), of_bias])
@@ -120,7 +121,7 @@ def grid(pixels: Tensor) -> Tensor:
 # Each of the following takes its memory once, for so many images, and uses it for one part of a batch after another.
 
 
-def into_tiles(images: Tensor, padding: Pair, tiles: Pair, number: int) -> Callable[[Tensor], Tensor]:
+def from_images(images: Tensor, padding: Pair, tiles: Pair, number: int) -> Callable[[Tensor], Tensor]:
     """Of images, 36 matrices of tiles by channels; tiles overlap by what a window reaches beyond its pixel."""
     (above, before), (rows, columns), (channels, height, width) = padding, tiles, images.shape[1:]
     bordered = images.new_zeros(number, rows * OUT + OVER, columns * OUT + OVER, channels)
@@ -129,63 +130,72 @@ def into_tiles(images: Tensor, padding: Pair, tiles: Pair, number: int) -> Calla
     overlapping = bordered.as_strided((IN, IN, number, *tiles, channels), (row, column, image, row * OUT, column * OUT, channel))
     apart = torch.empty_like(overlapping, memory_format=torch.contiguous_format)
     made = images.new_empty(IN * IN, number * rows * columns, channels)
+    product = partial(torch.mm, both_ways(IMAGES, images.dtype), apart.view(IN * IN, -1), out=made.flatten(1))
 
     def transform(part: Tensor) -> Tensor:
         inner.copy_(part)
         apart.copy_(overlapping)
-        torch.mm(both_ways(IMAGES, images.dtype), apart.view(IN * IN, -1), out=made.flatten(1))
+        product()
         return made
 
     return transform
 
 
-def out_of_products(found: Tensor, tiles: Pair, number: int) -> tuple[Tensor, Callable[[Tensor], Any]]:
+def to_outputs(found: Tensor, tiles: Pair, number: int) -> tuple[Tensor, Callable[[Tensor], None]]:
     """Memory for products, and what makes an output's pixels of them."""
     products = found.new_empty(IN * IN, number * tiles[0] * tiles[1], found.shape[1])
     made = found.new_empty(OUT, OUT, number, *tiles, found.shape[1])
+    product = partial(torch.mm, both_ways(OUTPUTS, found.dtype), products.flatten(1), out=made.view(OUT * OUT, -1))
 
     def transform(out: Tensor) -> None:
-        torch.mm(both_ways(OUTPUTS, found.dtype), products.flatten(1), out=made.view(OUT * OUT, -1))
+        product()
         grid(out).copy_(made)
 
     return products, transform
 
 
-def into_products(gradient: Tensor, tiles: Pair, number: int) -> Callable[[Tensor], Tensor]:
+def from_outputs(gradient: Tensor, tiles: Pair, number: int) -> Callable[[Tensor], Tensor]:
     """The way back: of an output's gradients, those of the products."""
     rows, columns = tiles
     leaving, height, width = gradient.shape[1:]
-    whole = gradient.new_zeros(number, rows * OUT, columns * OUT, leaving).permute(0, 3, 1, 2)
+    even = (height, width) == (rows * OUT, columns * OUT)
+    whole = None if even else gradient.new_zeros(number, rows * OUT, columns * OUT, leaving).permute(0, 3, 1, 2)
     apart = gradient.new_empty(OUT, OUT, number, *tiles, leaving)
     made = gradient.new_empty(IN * IN, number * rows * columns, leaving)
+    product = partial(torch.mm, both_ways(OUTPUTS, gradient.dtype).t(), apart.view(OUT * OUT, -1), out=made.flatten(1))
 
     def transform(part: Tensor) -> Tensor:
-        if part.shape != whole.shape:
+        if whole is not None:
             whole[:, :, :height, :width] = part
-            part = whole
-        apart.copy_(grid(part))
-        torch.mm(both_ways(OUTPUTS, gradient.dtype).t(), apart.view(OUT * OUT, -1), out=made.flatten(1))
+        apart.copy_(grid(part if whole is None else whole))
+        product()
         return made
 
     return transform
 
 
-def out_of_tiles(images: Tensor, padding: Pair, tiles: Pair, number: int) -> tuple[Tensor, Callable[[Tensor], Any]]:
+def to_images(images: Tensor, padding: Pair, tiles: Pair, number: int) -> tuple[Tensor, Callable[[Tensor], None]]:
     """Memory for the gradients of tiles, and what makes images' of them: the gradient of each pixel is the sum of those of its tiles."""
     (above, before), (rows, columns), (channels, height, width) = padding, tiles, images.shape[1:]
     products = images.new_empty(IN * IN, number * rows * columns, channels)
     made = images.new_empty(IN, IN, number, *tiles, channels)
     bordered = images.new_zeros(number, (rows + 1) * OUT, (columns + 1) * OUT, channels).permute(0, 3, 1, 2)
     pixels, inner = grid(bordered), bordered[:, :, above : above + height, before : before + width]
-    over, beside, across = pixels[:OVER, :, :, 1:, :-1], pixels[:, :OVER, :, :-1, 1:], pixels[:OVER, :OVER, :, 1:, 1:]
+    own, borders = pixels[:, :, :, :-1, :-1], (pixels[:, :, :, -1], pixels[:, :, :, :, -1])
+    sums = [
+        (pixels[:OVER, :, :, 1:, :-1], made[OUT:, :OUT]),
+        (pixels[:, :OVER, :, :-1, 1:], made[:OUT, OUT:]),
+        (pixels[:OVER, :OVER, :, 1:, 1:], made[OUT:, OUT:]),
+    ]
+    product = partial(torch.mm, both_ways(IMAGES, images.dtype).t(), products.flatten(1), out=made.view(IN * IN, -1))
 
     def transform(out: Tensor) -> None:
-        torch.mm(both_ways(IMAGES, images.dtype).t(), products.flatten(1), out=made.view(IN * IN, -1))
-        pixels[:, :, :, -1] = pixels[:, :, :, :, -1] = 0
-        pixels[:, :, :, :-1, :-1] = made[:OUT, :OUT]
-        over.add_(made[OUT:, :OUT])
-        beside.add_(made[:OUT, OUT:])
-        across.add_(made[OUT:, OUT:])
+        product()
+        own.copy_(made[:OUT, :OUT])
+        for border in borders:
+            border.zero_()
+        for place, of_tiles in sums:
+            place.add_(of_tiles)
         out.copy_(inner)
 
     return products, transform

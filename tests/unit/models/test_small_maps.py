@@ -1,6 +1,7 @@
 """Convolutions to maps of few pixels on CPUs: what they compute, and that it has one set of bits."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ def fast_fp32_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "fast_fp32_products", lambda: True)
 
 
-@pytest.fixture(params=[1, cpu_layers.MANY_WEIGHTS], ids=["by pixel", "by window"])
-def many_weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_layers, "MANY_WEIGHTS", request.param)
+@pytest.fixture(params=["by_pixel", "by_window"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_pixel = request.param == "by_pixel"
+    monkeypatch.setattr(cpu_layers, "MANY_WEIGHTS", 1 if by_pixel else sys.maxsize)
+    monkeypatch.delattr(cpu_layers, "by_window" if by_pixel else "by_pixel")
 
 
 SMALL: dict[str, tuple[nn.Conv2d, tuple[int, int]]] = {
@@ -37,7 +40,7 @@ SMALL: dict[str, tuple[nn.Conv2d, tuple[int, int]]] = {
 }
 
 
-@pytest.mark.usefixtures("many_weights")
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("order", [torch.channels_last, torch.contiguous_format], ids=str)
 @pytest.mark.parametrize("name", SMALL)
 def test_convolutions_to_small_maps_compute_what_torchs_own_do(name: str, order: torch.memory_format) -> None:
@@ -64,7 +67,7 @@ def grads(layer: nn.Module) -> list[Tensor | None]:
     return [one.grad for one in layer.parameters()]
 
 
-@pytest.mark.usefixtures("many_weights")
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("name", SMALL)
 def test_small_maps_in_bf16_are_near_to_fp32(name: str) -> None:
     """torch's own is no measure: it may hold numbers that nothing computed."""
@@ -86,12 +89,12 @@ def test_small_maps_in_bf16_are_near_to_fp32(name: str) -> None:
 
 
 def forms(of: Tensor) -> list[Tensor]:
-    """The same values in every order that layers hand them on in."""
+    """The same values in every order that layers hand them on in, and in memory that begins anywhere."""
     last = of.contiguous(memory_format=torch.channels_last)
-    return [last, of.contiguous(), torch.cat([last, last], 1)[:, : of.shape[1]]]
+    return [last, of.contiguous(), torch.cat([last, last], 1)[:, : of.shape[1]], torch.cat([last[:1], last])[1:]]
 
 
-@pytest.mark.usefixtures("many_weights")
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2), (4, 4)], ids=str)
 @pytest.mark.parametrize("window", [1, 3])
@@ -111,7 +114,7 @@ def test_the_bits_do_not_depend_on_how_images_and_gradients_lie_in_memory(window
             assert all(torch.equal(one, another) for one, another in zip(found[0], other, strict=True))
 
 
-@pytest.mark.usefixtures("many_weights")
+@pytest.mark.usefixtures("both_ways")
 def test_small_maps_of_no_images_and_in_double_precision_are_torchs() -> None:
     for window in (1, 3):
         layer = nn.Conv2d(6, 8, window, padding=window // 2)
@@ -123,6 +126,13 @@ def test_small_maps_of_no_images_and_in_double_precision_are_torchs() -> None:
         replace_kernels(layer.double())
         with torch.autocast("cpu", torch.bfloat16):
             assert layer(torch.randn(5, 6, 4, 4, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_gradients_of_gradients_are_right() -> None:
+    layer = nn.Conv2d(2, 3, 3, padding=1)
+    replace_kernels(layer.double())
+    assert torch.autograd.gradgradcheck(layer, torch.randn(2, 2, 2, 3, dtype=torch.float64, requires_grad=True))
 
 
 def test_larger_maps_and_evaluations_keep_torchs_bits(monkeypatch: pytest.MonkeyPatch) -> None:

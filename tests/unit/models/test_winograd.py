@@ -37,7 +37,7 @@ def drawn(*shape: int, order: torch.memory_format = torch.channels_last, **kind:
     return torch.randn(shape, **kind).contiguous(memory_format=order).requires_grad_()
 
 
-@pytest.mark.parametrize("at_once", [1, 6, 1000])
+@pytest.mark.parametrize("at_once", [1, 6, 12, 1000])
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize(("shape", "padding"), SHAPES, ids=str)
 def test_it_is_a_convolution(
@@ -58,6 +58,8 @@ def test_gradients_of_gradients_are_right_and_those_beside_what_is_frozen() -> N
     torch.manual_seed(2)
     images, weight = drawn(2, 3, 5, 4, dtype=torch.float64), drawn(2, 3, 3, 3, dtype=torch.float64)
     assert torch.autograd.gradgradcheck(ours, (images, weight))
+    bias = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda *leaves: winograd.convolve(*leaves, (1, 1)), (images, weight, bias))
     for wanted, found in ((images, ours(images, weight.detach())), (weight, ours(images.detach(), weight))):
         own, other = (torch.autograd.grad(one.square().sum(), wanted)[0] for one in (found, torchs(images, weight)))
         torch.testing.assert_close(own, other)
@@ -126,6 +128,24 @@ def test_the_bits_do_not_depend_on_how_tensors_lie_in_memory(side: int) -> None:
             assert made._base is None
     for other in found[1:]:
         assert all(torch.equal(one, another) for one, another in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("side", [7, 8])
+def test_lanes_at_once_have_the_bits_of_each_by_itself(side: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Three images of a lane, and two.
+    monkeypatch.setattr(winograd, "TILES_AT_ONCE", 12)
+    torch.manual_seed(7)
+    weight, bias = drawn(64, 64, 3, 3), torch.randn(64, requires_grad=True)
+    images, gradient = drawn(10, 64, side, side), torch.randn(10, 64, side, side)
+
+    def all_of(some: Tensor, arrived: Tensor, lanes: int) -> list[Tensor]:
+        made = winograd.convolve(some, weight, bias, (1, 1), lanes)
+        return [made, *torch.autograd.grad(made, (some, weight, bias), arrived)]
+
+    found = all_of(images, gradient, 2)
+    alone = [all_of(*two, 1) for two in zip(images.chunk(2), gradient.chunk(2), strict=True)]
+    expected = [torch.cat(two) if number < 2 else sum(two) for number, two in enumerate(zip(*alone, strict=True))]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_fsdp_computes_alike() -> None:
