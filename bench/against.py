@@ -48,7 +48,7 @@ class Model:
 
 
 MODELS = {
-    one.name: one for one in (Model("lenet", 400, 20), Model("resnet18", 8, 2, 64), Model("torchvision:mobilenet_v3_small", 80, 40, 64))
+    one.name: one for one in (Model("lenet", 400, 20), Model("resnet18", 20, 2, 64), Model("torchvision:mobilenet_v3_small", 80, 40, 64))
 }
 
 
