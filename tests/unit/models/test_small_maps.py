@@ -132,7 +132,26 @@ def test_small_maps_of_no_images_and_in_double_precision_are_torchs() -> None:
 def test_gradients_of_gradients_are_right() -> None:
     layer = nn.Conv2d(2, 3, 3, padding=1)
     replace_kernels(layer.double())
-    assert torch.autograd.gradgradcheck(layer, torch.randn(2, 2, 2, 3, dtype=torch.float64, requires_grad=True))
+    leaves = torch.randn(2, 2, 2, 3, dtype=torch.float64, requires_grad=True), *layer.parameters()
+    assert torch.autograd.gradgradcheck(layer._conv_forward, leaves)  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize(
+    ("channels", "window", "side", "bf16", "ours"),
+    [
+        (256, 3, 14, True, True),
+        (256, 3, 14, False, False),
+        (255, 3, 14, True, False),
+        (256, 1, 14, True, False),
+        (256, 3, 15, True, False),
+    ],
+)
+def test_maps_of_49_pixels_are_small_in_bf16_where_weights_are_many(channels: int, window: int, side: int, bf16: bool, ours: bool) -> None:
+    layer = nn.Conv2d(128, channels, window, 2, window // 2)
+    replace_kernels(layer)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        found = layer(torch.randn(2, 128, side, side))
+    assert (found.grad_fn.name() == "SmallMapsBackward") == ours
 
 
 def test_larger_maps_and_evaluations_keep_torchs_bits(monkeypatch: pytest.MonkeyPatch) -> None:
