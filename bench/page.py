@@ -69,7 +69,8 @@ def texts(results: dict[str, Any]) -> dict[str, str]:
         table(models, "ratios"),
         "Images/s:",
         table(models, "images_per_second", ",.0f"),
-        "As a multiple of what products of matrices of 1,024 by 1,024 reach in the same round, by the operations of direct convolutions: those after Winograd need a quarter of them:",
+        "As a multiple of what products of matrices of 1,024 by 1,024 reach in the same round, by the operations of direct convolutions; "
+        "those after Winograd need fewer:",
         table(models, "share of the peak"),
         f"Shares of a step's time in {precision}, on rank 0, of three trainings:",
         table(models, "share of a step"),
