@@ -18,7 +18,7 @@ from pipeline.models import winograd
 
 # For so few pixels oneDNN's calls cost more than their arithmetic; it seems to pass over the whole gradient of the weights for every image.
 FEW_PIXELS = 16
-# Channels that leave times those that enter: so many make a product of matrices for each pixel of the window worth its call. In bf16 that
+# Channels that leave times those that enter: so many make a product of matrices for each place in the window worth its call. In bf16 that
 # is faster than oneDNN for more pixels, too.
 MANY_WEIGHTS, FEW_FOR_MANY_WEIGHTS = 128 * 256, 49
 OWN_OF_TORCH = nn.Conv2d._conv_forward  # pyright: ignore[reportPrivateUsage]
@@ -128,7 +128,7 @@ def pair(setting: Setting) -> Pair:
 
 
 class SmallMaps(torch.autograd.Function):
-    """A convolution; the gradient of its weights is one product of matrices, or one for each pixel of the window."""
+    """A convolution; the gradient of its weights is one product of matrices, or one for each place in the window."""
 
     @staticmethod
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
@@ -154,7 +154,7 @@ class SmallMaps(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 # As the weights lie.
                 of_weight = torch.empty_like(weight, dtype=ctx.dtype, memory_format=torch.channels_last)
-                compute = by_pixel if math.prod(weight.shape[:2]) >= MANY_WEIGHTS else by_window
+                compute = by_place if math.prod(weight.shape[:2]) >= MANY_WEIGHTS else by_window
                 compute(of_weight, one, some, ctx.stride, ctx.padding)
             rows = one.permute(0, 2, 3, 1).flatten(0, 2)
             of_lanes.append([of_weight, rows.sum(0).to(ctx.dtype) if ctx.needs_input_grad[2] else None])
@@ -173,8 +173,8 @@ def by_window(of_weight: Tensor, gradient: Tensor, images: Tensor, stride: Pair,
     order.copy_((leaving.t() @ windows.reshape(len(leaving), order[0].numel())).view(order.shape))
 
 
-def by_pixel(of_weight: Tensor, gradient: Tensor, images: Tensor, stride: Pair, padding: Pair) -> None:
-    """A product for each pixel of the window, without the zeros around images."""
+def by_place(of_weight: Tensor, gradient: Tensor, images: Tensor, stride: Pair, padding: Pair) -> None:
+    """A product for each place in the window, without the zeros around images."""
     # In one order, whoever made it: sums go by it.
     images = images.contiguous(memory_format=torch.channels_last)
     downs, acrosses = map(inside, of_weight.shape[2:], images.shape[2:], gradient.shape[2:], stride, padding)
@@ -185,7 +185,7 @@ def by_pixel(of_weight: Tensor, gradient: Tensor, images: Tensor, stride: Pair, 
 
 
 def inside(window: int, length: int, made: int, stride: int, zeros: int) -> list[tuple[slice, slice]]:
-    """Along one side, for each place of the window: the outputs for which it lies within the images, and the pixels there."""
+    """Along one side, for each place in the window: the outputs for which it lies within the images, and the pixels there."""
     found: list[tuple[slice, slice]] = []
     for place in range(window):
         first, end = max(0, -(-(zeros - place) // stride)), min(made, (length - 1 + zeros - place) // stride + 1)

@@ -19,11 +19,11 @@ def fast_fp32_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "fast_fp32_products", lambda: True)
 
 
-@pytest.fixture(params=["by_pixel", "by_window"])
+@pytest.fixture(params=["by_place", "by_window"])
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_pixel = request.param == "by_pixel"
-    monkeypatch.setattr(cpu_layers, "MANY_WEIGHTS", 1 if by_pixel else sys.maxsize)
-    monkeypatch.delattr(cpu_layers, "by_window" if by_pixel else "by_pixel")
+    by_place = request.param == "by_place"
+    monkeypatch.setattr(cpu_layers, "MANY_WEIGHTS", 1 if by_place else sys.maxsize)
+    monkeypatch.delattr(cpu_layers, "by_window" if by_place else "by_place")
 
 
 SMALL: dict[str, tuple[nn.Conv2d, tuple[int, int]]] = {
