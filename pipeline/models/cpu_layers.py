@@ -154,7 +154,9 @@ class SmallMaps(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 # As the weights lie.
                 of_weight = torch.empty_like(weight, dtype=ctx.dtype, memory_format=torch.channels_last)
-                compute = by_place if math.prod(weight.shape[:2]) >= MANY_WEIGHTS else by_window
+                # A gradient of a gradient asks for what autograd can follow.
+                placed = math.prod(weight.shape[:2]) >= MANY_WEIGHTS and not torch.is_grad_enabled()
+                compute = by_place if placed else by_window
                 compute(of_weight, one, some, ctx.stride, ctx.padding)
             rows = one.permute(0, 2, 3, 1).flatten(0, 2)
             of_lanes.append([of_weight, rows.sum(0).to(ctx.dtype) if ctx.needs_input_grad[2] else None])
@@ -175,15 +177,18 @@ def by_window(of_weight: Tensor, gradient: Tensor, images: Tensor, stride: Pair,
 
 def by_place(of_weight: Tensor, gradient: Tensor, images: Tensor, stride: Pair, padding: Pair) -> None:
     """A product for each place in the window, without the zeros around images."""
-    # In one order, whoever made it: sums go by it.
-    images = images.contiguous(memory_format=torch.channels_last)
-    downs, acrosses = map(inside, of_weight.shape[2:], images.shape[2:], gradient.shape[2:], stride, padding)
-    for (row, (made_down, down)), (column, (made_across, across)) in itertools.product(enumerate(downs), enumerate(acrosses)):
-        leaving = gradient[:, :, made_down, made_across].permute(0, 2, 3, 1).flatten(0, 2)
-        entering = images[:, :, down, across].permute(0, 2, 3, 1).flatten(0, 2)
-        of_weight[:, :, row, column] = leaving.t() @ entering if len(leaving) else 0
+    # In one order, whoever made them: sums go by it.
+    entering, leaving = images.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1), gradient.permute(0, 2, 3, 1)
+    order = of_weight.permute(0, 2, 3, 1)
+    downs, acrosses = map(inside, order.shape[1:3], entering.shape[1:3], leaving.shape[1:3], stride, padding)
+    found = gradient.new_empty(len(downs) * len(acrosses), len(of_weight), order.shape[3])
+    for product, ((made_down, down), (made_across, across)) in zip(found, itertools.product(downs, acrosses), strict=True):
+        torch.mm(leaving[:, made_down, made_across].flatten(0, 2).t(), entering[:, down, across].flatten(0, 2), out=product)
+    # In one go, in the order of the weights.
+    order.copy_(found.transpose(0, 1).view(order.shape))
 
 
+@cache
 def inside(window: int, length: int, made: int, stride: int, zeros: int) -> list[tuple[slice, slice]]:
     """Along one side, for each place in the window: the outputs for which it lies within the images, and the pixels there."""
     found: list[tuple[slice, slice]] = []

@@ -37,6 +37,10 @@ class HierarchicalSum:
     def __init__(self, levels: list[OrderedSum]):
         self._levels, self.moves = levels, 2 * len(levels)
 
+    def place(self, own: Tensor) -> Tensor:
+        """Messages leave from anywhere."""
+        return own
+
     def scatter(self, stack: list[TreeNode[Tensor]], out: Tensor) -> _Sums:
         """Start to send neighbours their slices; the sum will be in `out`, which may be a node itself."""
         return _Sums([self._levels[0].scatter(stack, out)])

@@ -1,11 +1,11 @@
-"""The memory order of weights, where who holds them takes plain order alone."""
+"""The memory order of weights, where who holds them takes plain order alone, and of many tensors in a flat one."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def keep_layouts(model: nn.Module) -> None:
@@ -26,3 +26,26 @@ def keep_layouts(model: nn.Module) -> None:
         names = [name for name, one in own.items() if one.stride() != torch.empty(one.shape, device="meta").stride()]
         if names:
             module.forward = partial(in_order, module._parameters, names, module.forward)
+
+
+def flat(gradients: list[Tensor], owners: list[Tensor]) -> Tensor:
+    """Gradients one behind the other, each in the memory order of its parameter, as DDP lays them out in a bucket.
+
+    `bucket.gradients()` would not do: it shows the bytes of a channels-last gradient as if they were in plain order.
+    """
+    pieces = [
+        (gradient if _same_layout(gradient, owner) else torch.empty_like(owner).copy_(gradient)).as_strided((owner.numel(),), (1,))
+        for gradient, owner in zip(gradients, owners, strict=True)
+    ]
+    return torch.cat(pieces)
+
+
+def views(values: Tensor, owners: list[Tensor]) -> list[Tensor]:
+    """One flat tensor as parameters lie in memory."""
+    pieces = values.split([one.numel() for one in owners])
+    return [piece.as_strided(one.size(), one.stride(), piece.storage_offset()) for piece, one in zip(pieces, owners, strict=True)]
+
+
+def _same_layout(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape have their values in one order; the stride of a dimension of size 1 is free."""
+    return all(size == 1 or mine == theirs for size, mine, theirs in zip(one.shape, one.stride(), other.stride(), strict=True))

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from pipeline.collectives import wait
 from pipeline.parallel.lanes import Lanes, TreeNode, fold, maximal_nodes, push
+from pipeline.parallel.layouts import flat, views
 from pipeline.ranks import Ranks
 
 
@@ -48,6 +49,10 @@ class Reduction(Protocol):
 
     moves: int
 
+    def place(self, own: Tensor) -> Tensor:
+        """Return where this rank's node of the next sum is best made: in `own`, whose values are a part of it, or elsewhere."""
+        ...
+
     def scatter(self, stack: list[TreeNode[Tensor]], out: Tensor) -> Any:
         """Make the first move with this rank's nodes; the sum will be in `out`."""
         ...
@@ -73,6 +78,10 @@ class OrderedSum:
         self._size, self._group = len(lanes.per_rank), group
         self._slices = slices or self._size
         self._nodes = [list(maximal_nodes(lanes.of(rank))) for rank in range(self._size)]
+
+    def place(self, own: Tensor) -> Tensor:
+        """Messages leave from anywhere."""
+        return own
 
     def scatter(self, stack: list[TreeNode[Tensor]], out: Tensor) -> Sum:
         """Start to send every rank its slice of this rank's nodes; the sum will be in `out`, which may be a node itself."""
@@ -188,13 +197,22 @@ class LaneGradients:
         return future
 
     def _nodes(self, own: Tensor, owners: list[Tensor]) -> list[TreeNode[Tensor]]:
-        """This rank's nodes of a bucket: what has the last lane in it is added up in the bucket itself, the others are made flat."""
+        """This rank's nodes of a bucket: what has the last lane in it is added up in its place, the others are made flat."""
         stack = [(start, size, [gradients[self._index[owner]] for owner in owners]) for start, size, gradients in self._stack]
-        # Either way round a sum has the same bits.
         last = self._lanes.own.stop - self.last_lanes, self.last_lanes
-        push(stack, (*last, views(own, owners) if stack else []), lambda left, right: add_lists(right, left))
+        place = self._sum.place(own) if stack else own
+        made = views(place, owners) if stack else []
+
+        def add_up(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+            # Either way round a sum has the same bits.
+            if right is made:
+                return add_lists(right, left)
+            return [torch.add(one, other, out=out) for one, other, out in zip(right, left, made, strict=True)]
+
+        push(stack, (*last, made if place is own else views(own, owners)), add_up)
         *kept, (first, size, _) = stack
-        return [*((start, size, flat(gradients, owners)) for start, size, gradients in kept), (first, size, own)]
+        whole = place if size > self.last_lanes else own
+        return [*((start, size, flat(gradients, owners)) for start, size, gradients in kept), (first, size, whole)]
 
     @contextmanager
     def _beside_backward(self, values: list[Tensor]) -> Generator[None]:
@@ -221,26 +239,3 @@ class LaneGradients:
             future.set_result(self._sum.result(under_way))
         self._under_way.clear()
         self._stack.clear()
-
-
-def flat(gradients: list[Tensor], owners: list[Tensor]) -> Tensor:
-    """Gradients one behind the other, each in the memory order of its parameter, as DDP lays them out in a bucket.
-
-    `bucket.gradients()` would not do: it shows the bytes of a channels-last gradient as if they were in plain order.
-    """
-    pieces = [
-        (gradient if _same_layout(gradient, owner) else torch.empty_like(owner).copy_(gradient)).as_strided((owner.numel(),), (1,))
-        for gradient, owner in zip(gradients, owners, strict=True)
-    ]
-    return torch.cat(pieces)
-
-
-def views(values: Tensor, owners: list[Tensor]) -> list[Tensor]:
-    """One flat tensor as parameters lie in memory."""
-    pieces = values.split([one.numel() for one in owners])
-    return [piece.as_strided(one.size(), one.stride(), piece.storage_offset()) for piece, one in zip(pieces, owners, strict=True)]
-
-
-def _same_layout(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one shape have their values in one order; the stride of a dimension of size 1 is free."""
-    return all(size == 1 or mine == theirs for size, mine, theirs in zip(one.shape, one.stride(), other.stride(), strict=True))

@@ -33,9 +33,10 @@ from pipeline.parallel.lanes import (
     set_draws,
     shapes,
 )
+from pipeline.parallel.layouts import flat, views
 from pipeline.parallel.mesh import groups
 from pipeline.parallel.messages import Messages
-from pipeline.parallel.ordered import add, flat, views
+from pipeline.parallel.ordered import add
 from pipeline.parallel.replicas import in_the_tree
 from pipeline.parallel.stages import cut
 from pipeline.ranks import Ranks

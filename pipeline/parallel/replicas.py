@@ -9,7 +9,8 @@ from torch import Tensor
 
 from pipeline.parallel.lane_buffers import LaneBuffers
 from pipeline.parallel.lanes import ComputeRow, Lanes, Replicated, Task, Totals, TreeNode, push, scaled
-from pipeline.parallel.ordered import OrderedSum, add, flat, views
+from pipeline.parallel.layouts import flat, views
+from pipeline.parallel.ordered import OrderedSum, add
 from pipeline.ranks import Ranks
 
 # From the sums of a rank's own lanes, as nodes of the tree, to the sum over all ranks.

@@ -48,18 +48,24 @@ class SharedSum:
         self._rooms = [[room.view(most, -1) for room in memory.take(size_bytes // 2)] for _ in range(2)]
         self._word, self._written, self._under_way, self._end = word, 0, 0, 0
 
+    def _next(self, out: Tensor) -> slice:
+        """Where the next sum's nodes lie."""
+        return slice(self._end, self._end + out.numel() * out.element_size())
+
+    def place(self, own: Tensor) -> Tensor:
+        """Where the others read it."""
+        alone = len(self._nodes[self._rank]) == 1
+        return self._rooms[0][self._rank][0][self._next(own)].view(own.dtype) if alone else own
+
     def scatter(self, stack: list[TreeNode[Tensor]], out: Tensor) -> _Sum:
         """Show this rank's nodes to the others; the sum will be in `out`, which may be a node itself."""
-        if not self._under_way:
-            self._rooms.reverse()
-            self._end = 0
-        size_bytes = out.numel() * out.element_size()
-        place = slice(self._end, self._end + size_bytes)
-        self._end += _aligned(size_bytes)
-        rooms = self._rooms[0][self._rank]
+        place, rooms = self._next(out), self._rooms[0][self._rank]
+        self._end += _aligned(place.stop - place.start)
         assert self._end <= rooms.shape[1]
         for room, (_, _, value) in zip(rooms, stack, strict=False):
-            room[place].view(value.dtype).copy_(value)
+            shown = room[place].view(value.dtype)
+            if shown.data_ptr() != value.data_ptr():
+                shown.copy_(value)
         self._written, self._under_way = self._written + 1, self._under_way + 1
         self._memory.write(self._word, self._written)
         return _Sum(out, self._written, place)
@@ -75,6 +81,9 @@ class SharedSum:
             self._memory.wait(self._word, under_way.number)
             self._add_up(under_way)
         self._under_way -= 1
+        if not self._under_way:
+            self._rooms.reverse()
+            self._end = 0
         return under_way.out
 
     def _add_up(self, under_way: _Sum) -> None:

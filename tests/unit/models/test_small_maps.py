@@ -128,8 +128,9 @@ def test_small_maps_of_no_images_and_in_double_precision_are_torchs() -> None:
             assert layer(torch.randn(5, 6, 4, 4, dtype=torch.float64)).dtype == torch.float64
 
 
-@pytest.mark.usefixtures("both_ways")
-def test_gradients_of_gradients_are_right() -> None:
+@pytest.mark.parametrize("many", [1, sys.maxsize])
+def test_gradients_of_gradients_are_right(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_layers, "MANY_WEIGHTS", many)
     layer = nn.Conv2d(2, 3, 3, padding=1)
     replace_kernels(layer.double())
     leaves = torch.randn(2, 2, 2, 3, dtype=torch.float64, requires_grad=True), *layer.parameters()

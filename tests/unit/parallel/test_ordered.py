@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.heartbeat import COMPUTING, FORM, WAITING, Heartbeat
 from pipeline.parallel.lanes import Lanes, Task, TreeNode, fold, push
-from pipeline.parallel.ordered import LaneGradients, OrderedSum, _same_layout, _sliced, add, add_lists, flat
+from pipeline.parallel.layouts import _same_layout, flat
+from pipeline.parallel.ordered import LaneGradients, OrderedSum, _sliced, add, add_lists
 from pipeline.ranks import Ranks
 
 SHARES = [[6], [3, 3], [1, 5], [2, 4], [2, 2, 2], [1, 2, 3], [4, 1, 1], [3, 1, 2]]

@@ -48,12 +48,15 @@ def summed(group: Ranks, per_rank: list[int], dtype: torch.dtype) -> list[list[T
     for step in range(STEPS):
         under_way, outs = list[Any](), list[Tensor]()
         for size in SIZES:
-            if (step + size) % group.size == group.rank:
-                time.sleep(0.002)
+            time.sleep(0.002 * ((step + size) % group.size == group.rank))
             stack: list[TreeNode[Tensor]] = []
             for lane in lanes.own:
                 push(stack, (lane, 1, leaf(size, lane + step, dtype)), add)
-            outs.append(stack[-1][2] if size % 2 else torch.empty(size, dtype=dtype))
+            own = stack[-1][2]
+            outs.append(own if size % 2 else torch.empty(size, dtype=dtype))
+            place = reduction.place(own)
+            assert (place is own) == (len(stack) > 1), "one that is alone may be made where the others read it"
+            stack[-1] = *stack[-1][:2], place.copy_(own) if step % 2 else own
             for one in under_way:
                 reduction.advance(one)
             under_way.append(reduction.scatter(stack, outs[-1]))
