@@ -69,8 +69,8 @@ def texts(results: dict[str, Any]) -> dict[str, str]:
         table(models, "ratios"),
         "Images/s:",
         table(models, "images_per_second", ",.0f"),
-        "As a multiple of what products of matrices of 1,024 by 1,024 reach in the same round, by the operations of direct convolutions; "
-        "those after Winograd need fewer:",
+        "As a multiple of what matrix products of 1,024 by 1,024 reach in the same round, by the operations of direct convolutions; "
+        "Winograd's need fewer:",
         table(models, "share of the peak"),
         f"Shares of a step's time in {precision}, on rank 0, of three trainings:",
         table(models, "share of a step"),
@@ -81,8 +81,8 @@ def texts(results: dict[str, Any]) -> dict[str, str]:
         figures = [f"{statistics.median(values):.2f} in {one.partition(', ')[2]}" for one, values in ratios.items()]
         sentences.append(f"{title(name)} {' and '.join(figures)}")
     readme = (
-        "While it trains, with tracking (and for LeNet two checkpoints), it computes so many times the images/s of pytorch/examples' loop "
-        "in fp32: "
+        "While it trains, with tracking (and for LeNet two checkpoints), it computes so many times the images/s of a loop "
+        "like pytorch/examples' in fp32 (images read one by one, no DataLoader workers): "
         f"{'; '.join(sentences)}; medians on {where} ([performance](docs/performance.md))."
     )
     return {"against": "\n\n".join(parts), "speed": readme}

@@ -154,9 +154,7 @@ class SmallMaps(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 # As the weights lie.
                 of_weight = torch.empty_like(weight, dtype=ctx.dtype, memory_format=torch.channels_last)
-                # A gradient of a gradient asks for what autograd can follow.
-                placed = math.prod(weight.shape[:2]) >= MANY_WEIGHTS and not torch.is_grad_enabled()
-                compute = by_place if placed else by_window
+                compute = by_place if math.prod(weight.shape[:2]) >= MANY_WEIGHTS else by_window
                 compute(of_weight, one, some, ctx.stride, ctx.padding)
             rows = one.permute(0, 2, 3, 1).flatten(0, 2)
             of_lanes.append([of_weight, rows.sum(0).to(ctx.dtype) if ctx.needs_input_grad[2] else None])
@@ -177,13 +175,21 @@ def by_window(of_weight: Tensor, gradient: Tensor, images: Tensor, stride: Pair,
 
 def by_place(of_weight: Tensor, gradient: Tensor, images: Tensor, stride: Pair, padding: Pair) -> None:
     """A product for each place in the window, without the zeros around images."""
-    # In one order, whoever made them: sums go by it.
+    # In one order, as the gradient is, whoever made them: sums go by it.
     entering, leaving = images.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1), gradient.permute(0, 2, 3, 1)
     order = of_weight.permute(0, 2, 3, 1)
     downs, acrosses = map(inside, order.shape[1:3], entering.shape[1:3], leaving.shape[1:3], stride, padding)
-    found = gradient.new_empty(len(downs) * len(acrosses), len(of_weight), order.shape[3])
-    for product, ((made_down, down), (made_across, across)) in zip(found, itertools.product(downs, acrosses), strict=True):
-        torch.mm(leaving[:, made_down, made_across].flatten(0, 2).t(), entering[:, down, across].flatten(0, 2), out=product)
+    pairs = (
+        (leaving[:, made_down, made_across].flatten(0, 2).t(), entering[:, down, across].flatten(0, 2))
+        for (made_down, down), (made_across, across) in itertools.product(downs, acrosses)
+    )
+    if torch.is_grad_enabled():
+        # With create_graph=True autograd records this; it cannot record `out=`.
+        found = torch.stack([one @ other for one, other in pairs])
+    else:
+        found = gradient.new_empty(len(downs) * len(acrosses), len(of_weight), order.shape[3])
+        for product, (one, other) in zip(found, pairs, strict=True):
+            torch.mm(one, other, out=product)
     # In one go, in the order of the weights.
     order.copy_(found.transpose(0, 1).view(order.shape))
 

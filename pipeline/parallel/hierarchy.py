@@ -37,8 +37,8 @@ class HierarchicalSum:
     def __init__(self, levels: list[OrderedSum]):
         self._levels, self.moves = levels, 2 * len(levels)
 
-    def place(self, own: Tensor) -> Tensor:
-        """Messages leave from anywhere."""
+    def memory_for(self, own: Tensor) -> Tensor:
+        """Messages are sent from anywhere."""
         return own
 
     def scatter(self, stack: list[TreeNode[Tensor]], out: Tensor) -> _Sums:

@@ -1,4 +1,4 @@
-"""The memory order of weights, where who holds them takes plain order alone, and of many tensors in a flat one."""
+"""Memory orders: channels-last weights, where who holds them takes plain order alone, and many tensors in one flat one."""
 
 from collections.abc import Callable
 from functools import partial

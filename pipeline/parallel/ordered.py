@@ -49,8 +49,11 @@ class Reduction(Protocol):
 
     moves: int
 
-    def place(self, own: Tensor) -> Tensor:
-        """Return where this rank's node of the next sum is best made: in `own`, whose values are a part of it, or elsewhere."""
+    def memory_for(self, own: Tensor) -> Tensor:
+        """Return where to make the last node of the next `scatter`, which is of this size: `own`, or memory with old values in it.
+
+        It is other memory only where this rank has one node.
+        """
         ...
 
     def scatter(self, stack: list[TreeNode[Tensor]], out: Tensor) -> Any:
@@ -79,8 +82,8 @@ class OrderedSum:
         self._slices = slices or self._size
         self._nodes = [list(maximal_nodes(lanes.of(rank))) for rank in range(self._size)]
 
-    def place(self, own: Tensor) -> Tensor:
-        """Messages leave from anywhere."""
+    def memory_for(self, own: Tensor) -> Tensor:
+        """Messages are sent from anywhere."""
         return own
 
     def scatter(self, stack: list[TreeNode[Tensor]], out: Tensor) -> Sum:
@@ -197,22 +200,21 @@ class LaneGradients:
         return future
 
     def _nodes(self, own: Tensor, owners: list[Tensor]) -> list[TreeNode[Tensor]]:
-        """This rank's nodes of a bucket: what has the last lane in it is added up in its place, the others are made flat."""
+        """This rank's nodes of a bucket: the one with the last lane in it is added up where the sum wants it, the others are made flat."""
         stack = [(start, size, [gradients[self._index[owner]] for owner in owners]) for start, size, gradients in self._stack]
         last = self._lanes.own.stop - self.last_lanes, self.last_lanes
-        place = self._sum.place(own) if stack else own
-        made = views(place, owners) if stack else []
+        node = self._sum.memory_for(own) if stack else own
+        parts = views(node, owners) if stack else []
 
         def add_up(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
             # Either way round a sum has the same bits.
-            if right is made:
+            if node is own:
                 return add_lists(right, left)
-            return [torch.add(one, other, out=out) for one, other, out in zip(right, left, made, strict=True)]
+            return [torch.add(one, other, out=out) for one, other, out in zip(right, left, parts, strict=True)]
 
-        push(stack, (*last, made if place is own else views(own, owners)), add_up)
+        push(stack, (*last, views(own, owners) if stack else []), add_up)
         *kept, (first, size, _) = stack
-        whole = place if size > self.last_lanes else own
-        return [*((start, size, flat(gradients, owners)) for start, size, gradients in kept), (first, size, whole)]
+        return [*((start, size, flat(gradients, owners)) for start, size, gradients in kept), (first, size, node)]
 
     @contextmanager
     def _beside_backward(self, values: list[Tensor]) -> Generator[None]:

@@ -35,7 +35,8 @@ class _Sum:
 class SharedSum:
     """Sums flat tensors over all lanes of all ranks: each writes its nodes, and adds up everyone's.
 
-    A step writes where the step before the last has written: whoever has written in the last one has read that.
+    A step writes where the step before the last has written: whoever has written in the last one has read that. So a rank that has
+    the last step's sums may write at once.
     """
 
     moves = 1
@@ -52,8 +53,8 @@ class SharedSum:
         """Where the next sum's nodes lie."""
         return slice(self._end, self._end + out.numel() * out.element_size())
 
-    def place(self, own: Tensor) -> Tensor:
-        """Where the others read it."""
+    def memory_for(self, own: Tensor) -> Tensor:
+        """This rank's room, which the others read only once `scatter` has said so."""
         alone = len(self._nodes[self._rank]) == 1
         return self._rooms[0][self._rank][0][self._next(own)].view(own.dtype) if alone else own
 

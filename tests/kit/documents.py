@@ -104,7 +104,7 @@ ELSEWHERE = {
     "python bench/run.py strategies": "nobody: ten minutes",
     "python bench/run.py storage": "nobody: an hour",
     "python bench/run.py against": "nobody: an hour",
-    "python bench/run.py --publish against": "nobody: two hours; tests/unit/test_bench_page.py looks at what it writes",
+    "python bench/run.py --publish against --pairs 5": "nobody: two hours; tests/unit/test_bench_page.py looks at what it writes",
     "python bench/kernels.py": "nobody: some minutes",
     "python bench/kernels.py torchvision:mobilenet_v3_small --trainings 140": "nobody: its count changes from one time to the next",
     "MALLOC_PERTURB_=128 python -m tests.kit.uncomputed": "tests/unit/models/test_uncomputed.py",

@@ -59,14 +59,7 @@ def floating(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def with_strategy(
-    group,
-    strategy: str,
-    reduction: str,
-    model_name: str,
-    per_rank: list[int],
-    bf16: bool,
-    steps: int = STEPS,
-    dtype: torch.dtype = torch.float32,
+    group, strategy: str, reduction: str, model_name: str, per_rank: list[int], bf16: bool, steps=STEPS, dtype=torch.float32, **more: int
 ) -> tuple[str, Any, Any]:
     """Gradients and buffers after some steps on these ranks, with plain descent in between."""
     torch.use_deterministic_algorithms(True)
@@ -75,7 +68,7 @@ def with_strategy(
     task = Task(model, batch_of(lanes.count, group.device, dtype), 3, 0.1, autocast(bf16, group.device))
     name, _, rest = strategy.partition(" ")
     algorithm, replicas = (None, 2) if rest == "x 2" and len(per_rank) % 2 == 0 else (rest or None, 1)
-    settings = Dist.model_construct(strategy=name, reduction=reduction, algorithm=algorithm, replicas=replicas)
+    settings = Dist.model_construct(strategy=name, reduction=reduction, algorithm=algorithm, replicas=replicas, **more)
     built = parallel.build(task, lanes, group, settings)
     totals = []
     for step in range(steps):

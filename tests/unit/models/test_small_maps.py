@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -128,13 +129,27 @@ def test_small_maps_of_no_images_and_in_double_precision_are_torchs() -> None:
             assert layer(torch.randn(5, 6, 4, 4, dtype=torch.float64)).dtype == torch.float64
 
 
-@pytest.mark.parametrize("many", [1, sys.maxsize])
-def test_gradients_of_gradients_are_right(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_layers, "MANY_WEIGHTS", many)
+@pytest.mark.usefixtures("both_ways")
+def test_gradients_of_gradients_are_right() -> None:
     layer = nn.Conv2d(2, 3, 3, padding=1)
     replace_kernels(layer.double())
     leaves = torch.randn(2, 2, 2, 3, dtype=torch.float64, requires_grad=True), *layer.parameters()
     assert torch.autograd.gradgradcheck(layer._conv_forward, leaves)  # pyright: ignore[reportPrivateUsage]
+    plain, recorded = (torch.autograd.grad(layer(leaves[0]).square().sum(), leaves, create_graph=graph) for graph in (False, True))
+    assert all(torch.equal(one, other) for one, other in zip(plain, recorded, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.usefixtures("both_ways")
+def test_compiled_small_maps_have_the_bits_of_eager_ones() -> None:
+    torch.manual_seed(6)
+    layer, images = nn.Conv2d(6, 8, 3, padding=1).to(memory_format=torch.channels_last), torch.randn(5, 6, 4, 4)  # pyright: ignore
+    replace_kernels(layer)
+    leaves = [images.requires_grad_(), *layer.parameters()]
+    compiled: Any = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = (torch.autograd.grad(one(images).float().square().sum(), leaves) for one in (layer, compiled))
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize(
