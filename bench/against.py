@@ -47,9 +47,7 @@ class Model:
     batch: int = BATCH_PER_RANK
 
 
-MODELS = {
-    one.name: one for one in (Model("lenet", 400, 20), Model("resnet18", 20, 2, 64), Model("torchvision:mobilenet_v3_small", 80, 40, 64))
-}
+MODELS = {one.name: one for one in (Model("lenet", 400, 20), Model("resnet18", 10, 2), Model("torchvision:mobilenet_v3_small", 80, 40, 64))}
 
 
 @dataclass
