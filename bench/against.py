@@ -44,10 +44,9 @@ class Model:
     name: str
     steps: int
     warm: int
-    batch: int = BATCH_PER_RANK
 
 
-MODELS = {one.name: one for one in (Model("lenet", 400, 20), Model("resnet18", 10, 2), Model("torchvision:mobilenet_v3_small", 80, 40, 64))}
+MODELS = {one.name: one for one in (Model("lenet", 400, 20), Model("resnet18", 10, 2), Model("torchvision:mobilenet_v3_small", 80, 40))}
 
 
 @dataclass
@@ -91,14 +90,14 @@ class Contest:
         folder = self.scratch / f"{self.model.name.replace(':', '-')}-{precision}-{ranks}"
         if not folder.exists():
             folder.mkdir()
-            images = (self.model.warm + self.model.steps) * RANKS * self.model.batch
+            images = (self.model.warm + self.model.steps) * RANKS * BATCH_PER_RANK
             epochs = -(-images // TRAINING_IMAGES)
             images = min(60000, -(-images * 10 // 9) + 256)
             values: dict[str, Any] = {
                 "data": {"name": f"fashion-mnist:{images}", "root": str(self.scratch / "FashionMNIST" / "raw")},
                 "model": {"name": self.model.name},
                 "train": {"epochs": epochs, "precision": precision},
-                "dist": {"world_size": ranks, "batch_size_per_gpu": self.model.batch * RANKS // ranks, "threads_per_rank": RANKS // ranks},
+                "dist": {"world_size": ranks, "batch_size_per_gpu": BATCH_PER_RANK * RANKS // ranks, "threads_per_rank": RANKS // ranks},
                 "tracking": {"log_every_steps": self.model.warm // 2},
             }
             (folder / "params.yaml").write_text(yaml.safe_dump(values))
@@ -120,7 +119,7 @@ class Contest:
         return mean_speed([line["values"] for line in read(journal) if "train/images_per_second" in line.get("values", {})])
 
     def loop(self, script: str) -> float:
-        work = {"root": str(self.scratch), "model": self.model.name, "side": SIDE, "batch": self.model.batch}
+        work = {"root": str(self.scratch), "model": self.model.name, "side": SIDE, "batch": BATCH_PER_RANK}
         work |= {"warm": self.model.warm, "steps": self.model.steps, "workers": 0}
         return speed_in(torchrun(ROOT / "bench" / "peers" / script, json.dumps(work)))
 
@@ -242,4 +241,5 @@ def commit() -> str:
 def conditions(models: Sequence[str], precisions: Sequence[str]) -> dict[str, Any]:
     """What figures depend on, for a file of results."""
     found: dict[str, Any] = {"machine": machine_in_words(), "cpu": generation(), "cpus": usable_cpus(), "torch": version("torch")}
-    return found | {"precisions": list(precisions), "commits": dict.fromkeys(models, commit()), "models": {}}
+    work = {name: {"steps": MODELS[name].steps, "images a rank": BATCH_PER_RANK} for name in models}
+    return found | {"precisions": list(precisions), "commits": dict.fromkeys(models, commit()), "work": work, "models": {}}

@@ -40,7 +40,7 @@ def merged(kept: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """What was kept, with the models that were measured anew."""
     if any(kept[name] != found[name] for name in CONDITIONS):
         return found
-    return found | {name: kept[name] | found[name] for name in ("commits", "models")}
+    return found | {name: kept[name] | found[name] for name in ("commits", "work", "models")}
 
 
 def table(models: Results, kind: str, form: str = ".2f") -> str:
@@ -59,12 +59,15 @@ def texts(results: dict[str, Any]) -> dict[str, str]:
     numbers = {len(values) for found in models.values() for values in found["images_per_second"].values()}
     rounds = " to ".join(map(str, sorted({min(numbers), max(numbers)})))
     where = f"{results['cpus']} cores of {results['machine']}, torch {results['torch']}, gloo, {rounds} rounds in turn"
-    commits = ", ".join(f"{title(name)} at commit {commit}" for name, commit in results["commits"].items())
+    work = [
+        f"{title(name)} at commit {results['commits'][name]}, {one['steps']} steps of {one['images a rank']} images a rank"
+        for name, one in results["work"].items()
+    ]
     precision = next(iter(next(iter(models.values()))["images_per_second"])).partition(", ")[2]
     parts = [
         f"On {where} (CPU: {results['cpu']}); medians (lowest to highest).",
         "![Images a second of every arm, as a multiple of pytorch/examples' loop](pictures/performance.svg)",
-        f"Each model in rounds of its own: {commits}.",
+        f"Each model in rounds of its own: {'; '.join(work)}.",
         "Ratios of images/s:",
         table(models, "ratios"),
         "Images/s:",

@@ -48,11 +48,12 @@ def test_a_model_may_be_measured_anew_on_the_same_machine(results: dict[str, Any
     kept = tmp_path / "against.json"
     kept.write_text(json.dumps(results))
     monkeypatch.setattr(page, "KEPT", kept)
-    anew = results | {"commits": {"lenet": "fedcba9"}, "models": {"lenet": {"ratios": {"one": [1.0, 2.0]}}}}
+    work = {"lenet": {"steps": 7, "images a rank": 3}}
+    anew = results | {"commits": {"lenet": "fedcba9"}, "work": work, "models": {"lenet": {"ratios": {"one": [1.0, 2.0]}}}}
     page.refuse_a_mixture(anew, ["lenet"])
     merged = page.merged(results, anew)
-    assert merged["commits"] == results["commits"] | anew["commits"]
-    assert merged["models"] == results["models"] | anew["models"]
+    for name in ("commits", "work", "models"):
+        assert merged[name] == results[name] | anew[name]
     assert list(merged["models"]) == list(results["models"])
     for name, other in {"machine": "another", "cpu": "family 6, model 207", "cpus": 64, "torch": "3", "precisions": ["fp32"]}.items():
         elsewhere = anew | {name: other}
@@ -62,12 +63,12 @@ def test_a_model_may_be_measured_anew_on_the_same_machine(results: dict[str, Any
             page.refuse_a_mixture(elsewhere, ["lenet"])
 
 
-def test_a_page_says_of_which_code_its_figures_are_and_how_often_each_was_measured(results: dict[str, Any]) -> None:
+def test_a_page_says_of_which_code_and_work_its_figures_are_and_how_often_each_was_measured(results: dict[str, Any]) -> None:
     for values in results["models"]["lenet"]["images_per_second"].values():
         values *= 2
     text = page.texts(results)["against"]
     assert "2 to 4 rounds in turn" in text
-    assert "LeNet at commit 1234567, ResNet-18 at" in text
+    assert "LeNet at commit 1234567, 400 steps of 128 images a rank; ResNet-18 at" in text
 
 
 def test_a_commit_is_changed_by_code_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
