@@ -83,10 +83,11 @@ def texts(results: dict[str, Any]) -> dict[str, str]:
         ratios = {one: found["ratios"][f"{one} / examples"] for one in found["images_per_second"] if f"{one} / examples" in found["ratios"]}
         figures = [f"{statistics.median(values):.2f} in {one.partition(', ')[2]}" for one, values in ratios.items()]
         sentences.append(f"{title(name)} {' and '.join(figures)}")
+    batches = sorted({str(one["images a rank"]) for one in results["work"].values()})
     readme = (
         "While it trains, with tracking (and for LeNet two checkpoints), it computes so many times the images/s of a loop "
         "like pytorch/examples' in fp32 (images read one by one, no DataLoader workers): "
-        f"{'; '.join(sentences)}; medians on {where} ([performance](docs/performance.md))."
+        f"{'; '.join(sentences)}; medians on {where}, {' or '.join(batches)} images a rank ([performance](docs/performance.md))."
     )
     return {"against": "\n\n".join(parts), "speed": readme}
 
@@ -104,7 +105,7 @@ def draw(models: Results, path: Path) -> None:
     matplotlib.use("svg")
     # The same bytes from the same figures.
     matplotlib.rcParams["svg.hashsalt"] = "lockstep"
-    figure, axes = pyplot.subplots(1, len(models), figsize=(4 * len(models), 3.6), layout="constrained", squeeze=False)
+    figure, axes = pyplot.subplots(1, len(models), figsize=(3 + 3 * len(models), 3.6), sharey=True, layout="constrained", squeeze=False)
     for one, (name, found) in zip(axes[0], models.items(), strict=True):
         speeds = found["images_per_second"]
         others = speeds["examples"]
@@ -114,8 +115,9 @@ def draw(models: Results, path: Path) -> None:
             spread = [[middle - min(values)], [max(values) - middle]]
             one.barh(place, middle, xerr=spread, color="tab:blue" if arm.startswith("product") else "tab:gray", capsize=2)
         one.set_yticks(range(len(multiples)), list(reversed(multiples)), fontsize=8)
-        one.set(title=title(name), xlabel="images/s, as a multiple of examples (fp32)")
+        one.set_title(title(name))
         one.axvline(1, color="black", linewidth=0.5)
+    figure.supxlabel("images/s, as a multiple of examples (fp32)", fontsize=10)
     figure.savefig(path, metadata={"Date": None})
 
 
