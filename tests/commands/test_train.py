@@ -13,9 +13,18 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from pipeline.timeouts import STORM_SECONDS
 from tests.kit.experiment import LONGER, ROOT, Experiment, clean_environment
-from tests.kit.trainings import experiment_steps, mlflow_runs, ranks_of, same_figures, status, suspended, wait_for_step, weights
+from tests.kit.trainings import (
+    experiment_steps,
+    mlflow_runs,
+    ranks_of,
+    same_figures,
+    signal_twice,
+    status,
+    suspended,
+    wait_for_step,
+    weights,
+)
 from tests.kit.waiting import child_cpu_seconds, until
 
 pytestmark = pytest.mark.slow
@@ -118,17 +127,13 @@ def test_a_launcher_killed_while_it_publishes_leaves_nothing_out_for_good(baseli
 
 
 @pytest.mark.parametrize(("numbers", "code"), [((signal.SIGTERM, signal.SIGINT), 130), ((signal.SIGINT, signal.SIGTERM), 143)])
-def test_a_second_signal_ends_it_at_once(experiment: Experiment, numbers: tuple[signal.Signals, ...], code: int) -> None:
+def test_a_second_signal_ends_it_at_once(experiment: Experiment, numbers: tuple[signal.Signals, signal.Signals], code: int) -> None:
     experiment.set(**LONGER).run("prepare")
     process = experiment.start("train")
     wait_for_step(experiment, 10, process)
     children = psutil.Process(process.pid).children(recursive=True)
-    with suspended(process):
-        process.send_signal(numbers[0])
-        # By hand, and not a storm of signals from a machine.
-        time.sleep(STORM_SECONDS + 0.5)
-        assert process.poll() is None
-        process.send_signal(numbers[1])
+    with suspended(process) as ranks:
+        signal_twice(process, *numbers, ranks)
         said, _ = process.communicate(timeout=120)
     assert process.returncode == code, said
     assert not psutil.wait_procs(children, timeout=5)[1]

@@ -9,9 +9,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from pipeline.timeouts import STORM_SECONDS
 from tests.kit.experiment import LONGER, Experiment
-from tests.kit.trainings import mlflow_runs, ranks_of, same_figures, suspended, wait_for_step
+from tests.kit.trainings import mlflow_runs, ranks_of, same_figures, signal_twice, suspended, wait_for_step
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -20,12 +19,16 @@ Note = Callable[[str, object], None]
 
 def interrupted(process: subprocess.Popen[str], times: int, module: str | None = None) -> int:
     """The exit code after one or two SIGINTs; ranks are stopped meanwhile, so that none finishes before the second."""
-    with suspended(process, module) if module else contextlib.nullcontext():
-        process.send_signal(signal.SIGINT)
-        if times == 2:
-            # A person's second Ctrl-C, and not one of a storm of signals; a stage without ranks is over by then.
-            time.sleep(STORM_SECONDS + 0.5 if module else 0.05)
+    with suspended(process, module) if module else contextlib.nullcontext([]) as ranks:
+        if times == 2 and ranks:
+            signal_twice(process, signal.SIGINT, signal.SIGINT, ranks)
+            # Before they go on: they would end by the first.
+            process.wait(timeout=60)
+        else:
             process.send_signal(signal.SIGINT)
+    if times == 2 and not ranks:
+        time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     return process.returncode
 

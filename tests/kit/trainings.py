@@ -2,13 +2,17 @@
 
 import contextlib
 import json
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import mlflow
 import psutil
 
+from pipeline.timeouts import STORM_SECONDS
 from tests.kit.experiment import Experiment
 from tests.kit.waiting import until
 
@@ -59,11 +63,31 @@ def suspended(process: "subprocess.Popen[Any]", module: str = "train_rank") -> I
     for one in ranks:
         one.suspend()
     try:
+        # Before it has stopped, a rank would take a SIGTERM first, which has the lower number, and might end of it.
+        until(lambda: all(one.status() == psutil.STATUS_STOPPED for one in ranks))
         yield ranks
     finally:
         for one in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.resume()
+
+
+def signal_twice(process: "subprocess.Popen[Any]", first: int, second: int, ranks: list[psutil.Process]) -> None:
+    """Signal a launcher as a person does who does not want to wait: the second is none of a storm of signals, however busy the machine.
+
+    SIGTERM must be pending at its suspended ranks first: then the launcher's time between the two has begun.
+    """
+    process.send_signal(first)
+    until(lambda: all(_pending(one.pid) >> signal.SIGTERM - 1 & 1 for one in ranks), process)
+    time.sleep(STORM_SECONDS + 0.5)
+    assert process.poll() is None
+    process.send_signal(second)
+
+
+def _pending(pid: int) -> int:
+    """The signals that a process has been sent and has not taken, a bit each."""
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("ShdPnd")]
+    return int(line.split()[1], 16)
 
 
 def status(experiment: Experiment) -> dict[str, Any]:
