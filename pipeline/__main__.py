@@ -26,9 +26,9 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from pipeline.config import Config, ConfigError, DataError, MachineError, PeerError
+from pipeline.config.params import load
 from pipeline.files import Paths, describe
 from pipeline.output import best_effort_output, wait_no_longer
-from pipeline.params import load
 from pipeline.runs.status import StopRequested
 
 COMMANDS = {

@@ -17,8 +17,8 @@ import yaml
 
 from pipeline import models, parallel, train
 from pipeline.config import Config, ConfigError
+from pipeline.config.params import load
 from pipeline.files import Paths
-from pipeline.params import load
 from pipeline.plan import Plan, plan
 from pipeline.runs.status import STOPPED
 from pipeline.tracking import journal as journals

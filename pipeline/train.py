@@ -10,8 +10,7 @@ from typing import Any
 
 import yaml
 
-from pipeline import own_code
-from pipeline.config import Config, MachineError
+from pipeline.config import Config, MachineError, own_code
 from pipeline.console import Progress
 from pipeline.data import store
 from pipeline.files import Paths, atomic_folder, atomic_write

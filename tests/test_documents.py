@@ -9,7 +9,7 @@ import yaml
 
 from pipeline import verify
 from pipeline.config import ConfigError, DataError, MachineError, PeerError
-from pipeline.params import load
+from pipeline.config.params import load
 from pipeline.runs import status
 from tests.kit.documents import ELSEWHERE, INSTEAD, PAGES, commands, spans
 from tests.kit.experiment import ROOT

@@ -17,10 +17,8 @@ from tests.kit.source import MODULES, NAMES, PACKAGE, closure, imports, module_n
 ALL = [*MODULES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "bench").glob("*.py"))]
 # From the bottom up; rooms of one floor ignore each other.
 FLOORS = [
-    {"sections"},
     {"config", "files", "output", "pictures", "process_tree", "timeouts"},
-    {"own_code"},
-    {"params", "job", "heartbeat", "stop_signals", "collectives", "order_of_sums"},
+    {"job", "heartbeat", "stop_signals", "collectives", "order_of_sums"},
     {"ranks", "hardware", "forkserver", "lanes_at_once"},
     {"data", "models", "parallel", "tracking"},
     {"runs", "console", "report"},

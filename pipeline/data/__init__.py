@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline import own_code
-from pipeline.config import ConfigError, DataError, unknown
+from pipeline.config import ConfigError, DataError, own_code, unknown
 
 CATALOGUE = {
     "cifar10": "pipeline.data.torchvision_sets",

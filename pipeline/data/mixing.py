@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeline.config.sections import Mix
 from pipeline.data.augment import Drawn
-from pipeline.sections import Mix
 
 # As the recipes of torchvision's references have it. For cutmix it is 1: any share is as likely.
 MIXUP_ALPHA = 0.2

@@ -7,9 +7,9 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from pipeline.config.sections import Dist
 from pipeline.hardware import machine
 from pipeline.job import Job
-from pipeline.sections import Dist
 
 
 def lock_folder() -> Path:

@@ -4,14 +4,13 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline import own_code
-from pipeline.config import ConfigError, unknown
+from pipeline.config import ConfigError, own_code, unknown
 from pipeline.models.torchvision_names import NAMES
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from pipeline.sections import Model
+    from pipeline.config.sections import Model
 
 CATALOGUE = {
     "lenet": "pipeline.models.lenet",

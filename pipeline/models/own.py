@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipeline import own_code
-from pipeline.config import ConfigError
+from pipeline.config import ConfigError, own_code
 
 if TYPE_CHECKING:
-    from pipeline.sections import Model
+    from pipeline.config.sections import Model
 
 
 def build(settings: "Model", channels: int, side: int, num_classes: int) -> nn.Module:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config, MachineError, digest
+from pipeline.config.own_code import packages
 from pipeline.files import atomic_write
 from pipeline.hardware.environment import NCCL_SWITCHES, switches
 from pipeline.hardware.machine import cuda_of_torch
 from pipeline.hardware.placement import Placement
 from pipeline.job import FirstWeights
-from pipeline.own_code import packages
 from pipeline.runs.source import source_digests
 
 IDENTITY = "identity.json"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.params import load
+from pipeline.config.params import load
 from tests.kit.checkout import clone_of
 from tests.kit.experiment import Experiment, clean_environment
 from tests.kit.trainings import mlflow_runs

@@ -11,8 +11,8 @@ from dvc.utils.cli_parse import to_path_overrides
 from dvc.utils.hydra import apply_overrides
 
 from pipeline.config import Config, ConfigError
+from pipeline.config.params import load
 from pipeline.files import Paths, write_checksummed_json
-from pipeline.params import load
 from pipeline.sweep import Candidate, candidates_of, report, rungs, values_of
 from pipeline.tracking.journal import Journal
 from tests.kit.experiment import ROOT, Experiment

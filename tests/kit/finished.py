@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pipeline import evaluate, prepare, train
+from pipeline.config.params import load
 from pipeline.console import Progress
 from pipeline.files import Paths, atomic_write, write_checksummed_json
-from pipeline.params import load
 from pipeline.runs import status
 from pipeline.stage import RankStage
 from pipeline.tracking.journal import CHECKPOINT, Journal, metrics_by_step

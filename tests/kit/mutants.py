@@ -8,6 +8,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.GtE),
@@ -241,3 +242,9 @@ def _without(values, index):
 
 def _not(test: ast.expr) -> ast.expr:
     return test.operand if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else ast.UnaryOp(ast.Not(), test)
+
+
+def file_of(module: str) -> Path:
+    """Return where a module of the package stands, by its name in tests/mutation.yaml."""
+    path = Path(__file__).parents[2].joinpath("pipeline", *module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")

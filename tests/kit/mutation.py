@@ -29,7 +29,7 @@ import hypothesis
 import pytest
 import yaml
 
-from tests.kit.mutants import Mutant, mutants
+from tests.kit.mutants import Mutant, file_of, mutants
 
 ROOT = Path(__file__).parents[2]
 LIST = ROOT / "tests" / "mutation.yaml"
@@ -132,7 +132,7 @@ def outcome(name: str, path: Path, tree: ast.Module, tests: list[str], limit_sec
 def survivors(module: str, tests: list[str], wanted: str, every: int) -> tuple[list[Mutant], int]:
     """Return the mutants of a module that its tests did not notice, and how many were tried."""
     name = f"pipeline.{module}"
-    path = ROOT / "pipeline" / Path(*module.split(".")).with_suffix(".py")
+    path = file_of(module)
     tree = ast.parse(path.read_text())
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as scratch:
         folder = Path(scratch)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, get_args
 
 import pytest
 
+from pipeline.config.sections import Mix, Step
 from pipeline.job import Job
-from pipeline.sections import Mix, Step
 from pipeline.tracking.journal import Journal, Silent, Writer
 from pipeline.training import train_rank
 from pipeline.training.checkpoint_file import weights_sha256

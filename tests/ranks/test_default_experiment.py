@@ -6,11 +6,11 @@ import pytest
 
 from pipeline import prepare
 from pipeline.config import Config
+from pipeline.config.params import load
 from pipeline.files import Paths
 from pipeline.hardware import machine
 from pipeline.hardware.placement import resolve
 from pipeline.job import Job
-from pipeline.params import load
 from pipeline.ranks import Ranks
 from pipeline.tracking.journal import Journal, Silent, read
 from pipeline.training import train_rank

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 from pipeline import models
 from pipeline.config import Config
+from pipeline.config.params import load
 from pipeline.data import store
 from pipeline.data.batches import Pixels, chunks
 from pipeline.hardware import machine
-from pipeline.params import load
 from pipeline.tracking.receipt import comparable
 from tests.kit.experiment import ROOT, Experiment
 from tests.kit.trainings import status

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.config.sections import Mix, Step
 from pipeline.data import Split
 from pipeline.data.originals import Originals
 from pipeline.job import Job
-from pipeline.sections import Mix, Step
 from pipeline.training import work
 from tests.kit.experiment import make_job
 from tests.ranks.test_bits import trained

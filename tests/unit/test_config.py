@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from pipeline.config import Config, ConfigError
-from pipeline.params import load
+from pipeline.config.params import load
 from tests.kit.experiment import ROOT, settings
 
 # What is changed, the exit code, and what the line must say.

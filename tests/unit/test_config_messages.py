@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from pipeline.config import Config, ConfigError, unknown
-from pipeline.params import load
+from pipeline.config.params import load
 
 
 def written(tmp_path: Path, values: Any) -> Path:

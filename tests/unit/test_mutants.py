@@ -1,13 +1,12 @@
 """The faults that `make mutate` makes, and whom it believes to have noticed them."""
 
 import ast
-from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.kit.experiment import ROOT
-from tests.kit.mutants import mutants
+from tests.kit.mutants import file_of, mutants
 
 
 def keys(source: str) -> list[str]:
@@ -63,7 +62,7 @@ def put_back(mutant, before: ast.AST) -> None:
 
 def test_every_listed_module_has_its_tests_and_every_explained_survivor_is_a_mutant() -> None:
     for module, listed in yaml.safe_load((ROOT / "tests" / "mutation.yaml").read_text()).items():
-        path = ROOT / "pipeline" / Path(*module.split(".")).with_suffix(".py")
+        path = file_of(module)
         found = {mutant.key for mutant in mutants(ast.parse(path.read_text()))}
         for test in listed["tests"]:
             assert (ROOT / test.split("::")[0]).exists(), test

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import data, models, own_code
-from pipeline.config import Config, ConfigError
+from pipeline import data, models
+from pipeline.config import Config, ConfigError, own_code
 from pipeline.parallel.lanes import Task
 from pipeline.runs.identity import versions
 from pipeline.runs.source import source_digests

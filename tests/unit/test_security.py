@@ -26,9 +26,9 @@ import torch
 from pipeline import evaluate
 from pipeline.__main__ import check_names
 from pipeline.config import Config, ConfigError, DataError, MachineError
+from pipeline.config.params import load
 from pipeline.data import fashion_mnist, store
 from pipeline.files import Paths, write_checksummed_json
-from pipeline.params import load
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.mirror_process import address
 from pipeline.training.checkpoint import read_or_rebuild_index

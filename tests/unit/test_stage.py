@@ -7,8 +7,8 @@ import pytest
 
 from pipeline import train
 from pipeline.config import ConfigError, DataError, PeerError
+from pipeline.config.params import load
 from pipeline.files import Paths
-from pipeline.params import load
 from pipeline.runs.status import Outcome
 from pipeline.stage import errors_in_status
 from tests.kit.experiment import make_job

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.sections import Checkpoint, Data, Dist, Model, Section, Tracking, Train
+from pipeline.config.sections import Checkpoint, Data, Dist, Model, Section, Tracking, Train
 
 
 class ConfigError(ValueError):

@@ -9,7 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from pipeline.config import Config, ConfigError, unknown
-from pipeline.sections import LIST, WORD, Mix, Step
+from pipeline.config.sections import LIST, WORD, Mix, Step
 
 # Of a model, and no key of the file.
 SOURCE = "source"
