@@ -11,7 +11,8 @@ import yaml
 from numpy.typing import NDArray
 from PIL import Image
 
-from pipeline import data, params
+from pipeline import data
+from pipeline.config import params
 from pipeline.data import Split, store
 
 ROOT = Path(__file__).parents[1]

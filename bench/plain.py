@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from pipeline import models, params
-from pipeline.config import Config
+from pipeline import models
+from pipeline.config import Config, params
 from pipeline.data import store
 from pipeline.training.schedule import Schedule
 
