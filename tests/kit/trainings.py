@@ -64,7 +64,7 @@ def suspended(process: "subprocess.Popen[Any]", module: str = "train_rank") -> I
         one.suspend()
     try:
         # Before it has stopped, a rank would take a SIGTERM first, which has the lower number, and might end of it.
-        until(lambda: all(one.status() == psutil.STATUS_STOPPED for one in ranks))
+        until(lambda: all(_has_stopped(one.pid) for one in ranks))
         yield ranks
     finally:
         for one in ranks:
@@ -84,10 +84,19 @@ def signal_twice(process: "subprocess.Popen[Any]", first: int, second: int, rank
     process.send_signal(second)
 
 
+def _has_stopped(pid: int) -> bool:
+    """Whether every thread of a process has stopped, or it has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return all((task / "stat").read_text().rpartition(")")[2].split()[0] in "TZ" for task in Path(f"/proc/{pid}/task").iterdir())
+    return not psutil.pid_exists(pid)
+
+
 def _pending(pid: int) -> int:
-    """The signals that a process has been sent and has not taken, a bit each."""
-    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("ShdPnd")]
-    return int(line.split()[1], 16)
+    """The signals that a process has been sent and has not taken, a bit each; none if it has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("ShdPnd")]
+        return int(line.split()[1], 16)
+    return 0
 
 
 def status(experiment: Experiment) -> dict[str, Any]:
