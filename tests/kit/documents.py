@@ -102,6 +102,7 @@ ELSEWHERE = {
     "python bench/run.py algorithms": "nobody: five minutes",
     "python bench/run.py lenet": "nobody: two minutes",
     "python bench/run.py strategies": "nobody: ten minutes",
+    "python bench/run.py product": "nobody: ten minutes",
     "python bench/run.py storage": "nobody: an hour",
     "python bench/run.py against": "nobody: an hour",
     "python bench/run.py --publish against --pairs 5": "nobody: two hours; tests/unit/test_bench_page.py looks at what it writes",
