@@ -85,7 +85,7 @@ def steps(model: str, pairs: int, seconds: float, kinds: str = "lanes", ranks: i
 
 
 def show_steps(model: str, pairs: int, found: dict[str, Any], where: str) -> None:
-    print(f"steps, {model}, {where}, 128 images a rank, {found['steps']} steps in each of {pairs} rounds, images/s:")
+    print(f"steps, {model}, {found['precision']}, {where}, 128 images a rank, {found['steps']} steps in each of {pairs} rounds, images/s:")
     for name, values in found["speeds"].items():
         show(name, values)
         for other in ("native", "flat"):
@@ -94,19 +94,20 @@ def show_steps(model: str, pairs: int, found: dict[str, Any], where: str) -> Non
 
 
 def product(wanted: argparse.Namespace) -> None:
-    """The whole product, the product without journal and mirror, and a hand-written loop, in turn; lanes = world size."""
-    names = ("product", "without journal and mirror", "hand-written")
-    speeds: dict[str, list[float]] = {name: [] for name in names}
+    """The whole product, its ranks alone under torchrun, without journal and mirror, and a hand-written loop, in turn; 1 lane a rank."""
+    names = ("product", "ranks alone", "hand-written")
+    speeds, shares = {name: list[float]() for name in names}, list[float]()
     with tempfile.TemporaryDirectory() as scratch:
         for index in range(wanted.pairs):
             order = names if index % 2 else names[::-1]
             for name in order:
-                speeds[name].append(speed_of(name, Path(scratch)))
-    print("product, lenet, world 2, 128 images a rank, 2 lanes, 840 steps, images/s after the first ones, validation left out:")
+                speeds[name].append(speed_of(name, Path(scratch), shares))
+    print("product, lenet, world 2, 128 images a rank, 1 lane a rank, 12 epochs; images/s after the first steps, without validation:")
     for name in names:
         show(name, speeds[name])
     for name in names[1:]:
         show(f"product / {name}", [one / other for one, other in zip(speeds["product"], speeds[name], strict=True)])
+    show("CPU time beside the ranks / theirs, while they train", [100 * one for one in shares], " %")
 
 
 def against(wanted: argparse.Namespace) -> None:

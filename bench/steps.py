@@ -107,7 +107,7 @@ def main() -> None:
         for name in list(built) if pair % 2 else list(reversed(built)):
             speeds[name].append(steps * together / seconds_of(steps, *built[name]))
     if group.rank == 0:
-        print(json.dumps({"steps": steps, "speeds": speeds}))
+        print(json.dumps({"steps": steps, "precision": "bf16" if machine.detect().fast_bf16_on_cpu else "fp32", "speeds": speeds}))
     ranks.shutdown_group(group)
 
 
