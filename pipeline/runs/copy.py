@@ -32,7 +32,7 @@ class Copy:
     """The copy of one run."""
 
     def __init__(self, run: Path, bucket: str, prefix: str, progress: Callable[[int], None] = lambda _: None):
-        self._run, self._progress, self._place = run, progress, Place(bucket, prefix, run.name, progress)
+        self._run, self._place = run, Place(bucket, prefix, run.name, progress)
         self.address = self._place.address
         # The list that this process has put, and the checkpoints' index that it was made from.
         self._listed: Listed | None = None
@@ -78,7 +78,6 @@ class Copy:
         else:
             sha256 = hashlib.file_digest(content, "sha256").hexdigest()
             content.seek(0)
-        self._progress(0)
         there = [one for one in (before.files.values() if before else ()) if one.endswith(f"/{sha256}")]
         return there[0] if there else self._place.upload(sha256, content)
 

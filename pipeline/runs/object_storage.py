@@ -94,6 +94,8 @@ class Place:
         self._transfer = TransferConfig(max_concurrency=2)
         with one_line("cannot be used"):
             self._client: Any = boto3.client("s3", config=limits)
+        # Any answer is progress, also one after which botocore asks again.
+        self._client.meta.events.register("response-received.s3", lambda exception=None, **_: exception or progress(0))
         self.begin()
 
     def begin(self) -> None:
@@ -108,7 +110,6 @@ class Place:
             return name
         if isinstance(content, bytes):
             self._client.put_object(Body=content, **place)
-            self._progress(len(content))
         else:
             self._client.upload_fileobj(content, **place, Callback=self._progress, Config=self._transfer)
         self._uploaded.add(sha256)

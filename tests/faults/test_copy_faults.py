@@ -123,7 +123,7 @@ def test_storage_that_fails_costs_a_training_nothing_but_a_line(
     stopped = experiment.run("train", "--stop-after-epochs", "1", expect=75)
     proxy.mode = "hole"
     stopped = experiment.run("train", "--stop-after-epochs", "2", expect=75, **variables)
-    assert "the copy does not have all of it yet (storage took too long for the rest; see " in stopped
+    assert "the copy does not have all of it yet (the rest took too long; see " in stopped
     proxy.mode = "500"
     done = experiment.run("train", **variables)
     assert done.count("the training goes on without a copy for now: s3://runs/copies: upload failed: ") == 1
