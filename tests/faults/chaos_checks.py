@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from pipeline.runs.checkpoints import read_index
 from tests.faults.chaos_faults import KILL, Start
 
 PROVEN = ("weights_sha256", "model_sha256", "steps", "best", "epochs")
@@ -63,8 +64,31 @@ def losses_in_mlflow(folder: Path) -> tuple[list[str], list[int]]:
 
 
 def good(run: Path, harmed: dict[Path, str]) -> list[Path]:
-    """The checkpoints on the disk that we have not harmed."""
-    return [path for path in (run / "checkpoints").glob("step-*.safetensors") if harmed.get(path) != sha256(path)]
+    """The checkpoints on the disk that we have neither harmed nor left without their part of the journal."""
+    cut_off = uncovered(run, harmed)
+    there = (run / "checkpoints").glob("step-*.safetensors")
+    return [path for path in there if path.name not in cut_off and harmed.get(path) != sha256(path)]
+
+
+def uncovered(run: Path, harmed: dict[Path, str]) -> set[str]:
+    """The checkpoints that a journal which we have cut no longer covers: figures are written once, and cannot be made up."""
+    journal, index = run / "journal.jsonl", read_index(run / "checkpoints")
+    if journal not in harmed:
+        return set()
+    if index is None:
+        # What it knew of the journal is lost, and what the files know is for the product to say.
+        return {path.name for path in (run / "checkpoints").glob("step-*.safetensors")}
+    steps = [line["step"] for line in lines_of(run) if line["kind"] == "metrics"]
+    found: set[str] = set()
+    for one in index["checkpoints"]:
+        if "journal" in one:
+            size, digest = one["journal"]
+            covered = hashlib.sha256(journal.read_bytes()[:size]).hexdigest() == digest
+        else:
+            covered = sum(step <= one["step"] for step in steps) >= one["metrics"]
+        if not covered:
+            found.add(one["file"])
+    return found
 
 
 def sha256(path: Path) -> str:
@@ -73,8 +97,9 @@ def sha256(path: Path) -> str:
 
 def beyond_repair(run: Path, harmed: dict[Path, str]) -> bool:
     """Whether we have left no good checkpoint, or no good best model: then a start may refuse."""
-    steps = any(path.name.startswith("step-") for path in harmed) and not good(run, harmed)
-    return steps or any(path.name.startswith("best-") and path.exists() and sha256(path) == digest for path, digest in harmed.items())
+    steps = any(path.name.startswith("step-") for path in harmed) or uncovered(run, harmed)
+    best = [path for path, digest in harmed.items() if path.name.startswith("best-") and path.exists() and sha256(path) == digest]
+    return bool(best or (steps and not good(run, harmed)))
 
 
 def wrong_ending(start: Start, code: int, old: Before) -> Iterator[str]:
