@@ -83,11 +83,14 @@ def texts(results: dict[str, Any]) -> dict[str, str]:
         ratios = {one: found["ratios"][f"{one} / examples"] for one in found["images_per_second"] if f"{one} / examples" in found["ratios"]}
         figures = [f"{statistics.median(values):.2f} in {one.partition(', ')[2]}" for one, values in ratios.items()]
         sentences.append(f"{title(name)} {' and '.join(figures)}")
-    images = "; ".join(f"{title(name)} {one['images a rank']}" for name, one in results["work"].items())
+    counts = {title(name): one["images a rank"] for name, one in results["work"].items()}
+    images = f"images a rank: {'; '.join(f'{name} {one}' for name, one in counts.items())}"
+    if len(set(counts.values())) == 1:
+        images = f"{min(counts.values())} images a rank"
     readme = (
         "While it trains, with tracking (and for LeNet two checkpoints), it computes so many times the images/s of a loop "
         "like pytorch/examples' in fp32 (images read one by one, no DataLoader workers): "
-        f"{'; '.join(sentences)}; medians on {where} (images a rank: {images}; [performance](docs/performance.md))."
+        f"{'; '.join(sentences)}; medians on {where} ({images}; [performance](docs/performance.md))."
     )
     return {"against": "\n\n".join(parts), "speed": readme}
 

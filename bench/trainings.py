@@ -54,15 +54,22 @@ def share_beside(params: Path) -> float:
     looks: list[tuple[dict[int, float], dict[int, float]]] = []
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors)
-        while process.poll() is None:
-            time.sleep(LOOK_SECONDS)
-            ranks, beside = computed_seconds(process.pid)
-            # Only while all ranks run, once they have started up.
-            if ranks and min(ranks.values()) > LOOK_SECONDS and (not looks or ranks.keys() == looks[0][0].keys()):
-                looks.append((ranks, beside))
+        try:
+            while process.poll() is None:
+                time.sleep(LOOK_SECONDS)
+                ranks, beside = computed_seconds(process.pid)
+                # Only while all ranks run, once they have started up.
+                if ranks and min(ranks.values()) > LOOK_SECONDS and (not looks or ranks.keys() == looks[0][0].keys()):
+                    looks.append((ranks, beside))
+        finally:
+            # It trains in a folder that is about to go.
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
         errors.seek(0)
         assert process.returncode == 0, errors.read()
-    assert len(looks) > 1, f"a training of less than {2 * LOOK_SECONDS:.0f} s; give it more epochs"
+    assert looks, "no rank was seen while it trained"
+    assert len(looks) > 1, f"its ranks ran for less than {2 * LOOK_SECONDS:.0f} s; give it more epochs"
     first, final = looks[0], looks[-1]
     of_ranks, of_others = (sum(final[one][pid] - first[one][pid] for pid in final[one].keys() & first[one].keys()) for one in (0, 1))
     return of_others / of_ranks

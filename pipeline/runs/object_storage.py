@@ -5,6 +5,7 @@ objects into a folder of its own. So whenever sending ends, the list that is the
 """
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -108,10 +109,8 @@ class Place:
         place = {"Bucket": self._bucket, "Key": self._prefix + name}
         if sha256 in self._uploaded:
             return name
-        if isinstance(content, bytes):
-            self._client.put_object(Body=content, **place)
-        else:
-            self._client.upload_fileobj(content, **place, Callback=self._progress, Config=self._transfer)
+        file = io.BytesIO(content) if isinstance(content, bytes) else content
+        self._client.upload_fileobj(file, **place, Callback=self._progress, Config=self._transfer)
         self._uploaded.add(sha256)
         return name
 

@@ -66,8 +66,12 @@ def losses_in_mlflow(folder: Path) -> tuple[list[str], list[int]]:
 def good(run: Path, harmed: dict[Path, str]) -> list[Path]:
     """The checkpoints on the disk that we have neither harmed nor left without their part of the journal."""
     cut_off = uncovered(run, harmed)
-    there = (run / "checkpoints").glob("step-*.safetensors")
-    return [path for path in there if path.name not in cut_off and harmed.get(path) != sha256(path)]
+    there = [path for path in (run / "checkpoints").glob("step-*.safetensors") if path.name not in cut_off]
+    if index := read_index(run / "checkpoints"):
+        # A start takes no other than those.
+        names = {one["file"] for one in index["checkpoints"]}
+        there = [path for path in there if path.name in names]
+    return [path for path in there if harmed.get(path) != sha256(path)]
 
 
 def uncovered(run: Path, harmed: dict[Path, str]) -> set[str]:
@@ -85,7 +89,7 @@ def uncovered(run: Path, harmed: dict[Path, str]) -> set[str]:
             size, digest = one["journal"]
             covered = hashlib.sha256(journal.read_bytes()[:size]).hexdigest() == digest
         else:
-            covered = sum(step <= one["step"] for step in steps) >= one["metrics"]
+            covered = sum(step <= one["step"] for step in steps) >= one.get("metrics", 0)
         if not covered:
             found.add(one["file"])
     return found

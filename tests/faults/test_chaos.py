@@ -76,6 +76,11 @@ def test_a_start_may_refuse_where_the_covered_checkpoint_is_harmed_or_none_is_li
     journal.write_bytes(b"".join(LINES[:3]))
     assert not beyond_repair(run, {journal: "cut"})
     assert beyond_repair(run, {journal: "cut", older: sha256(older)})
+    # A kill may come between a checkpoint and the index that lists it.
+    orphan = run / "checkpoints" / "step-5.safetensors"
+    orphan.touch()
+    assert beyond_repair(run, {journal: "cut", older: sha256(older)})
+    orphan.unlink()
     (run / "checkpoints" / "index.json").write_bytes(b"damaged")
     assert not beyond_repair(run, {older: sha256(older)})
     assert beyond_repair(run, {journal: "cut"})
