@@ -94,7 +94,7 @@ def show_steps(model: str, pairs: int, found: dict[str, Any], where: str) -> Non
 
 
 def product(wanted: argparse.Namespace) -> None:
-    """The whole product, its ranks alone under torchrun, without journal and mirror, and a hand-written loop, in turn; 1 lane a rank."""
+    """The product, its ranks alone under torchrun (no launcher, journal or mirror) and a hand-written loop, in turn; 1 lane a rank."""
     names = ("product", "ranks alone", "hand-written")
     speeds, shares = {name: list[float]() for name in names}, list[float]()
     with tempfile.TemporaryDirectory() as scratch:
