@@ -1,10 +1,13 @@
 """Another order of sums is seen, however little of it a number format shows."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeline import order_of_sums
 from pipeline.order_of_sums import (
     ALIGNED_BYTES,
     MOST_WEIGHTS,
@@ -13,6 +16,8 @@ from pipeline.order_of_sums import (
     constant,
     convolutions_alike,
     form,
+    gradients_alike,
+    gradients_of_rows_alike,
     pieces,
     products_alike,
 )
@@ -107,3 +112,29 @@ def test_convolutions_and_products_are_alike_where_all_are_computed_by_themselve
     assert convolutions_alike(one, weight, True, settings, 2)
     monkeypatch.setattr(F, "conv2d", lambda images, *rest: conv2d(images if len(images) < 4 else images * (1 + 2**-20), *rest))
     assert not convolutions_alike(one, weight, False, settings, 2)
+
+
+def test_gradients_of_images_are_alike_where_all_are_computed_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = (1, 1), (1, 1), (1, 1), 1
+    weight = form(torch.zeros(8, 6, 3, 3))
+    kernel = order_of_sums.gradient_of_images
+
+    def by_themselves(gradient: Tensor, images: Tensor, *rest: Any) -> Tensor:
+        return torch.cat([kernel(*one, *rest) for one in zip(gradient.split(1), images.split(1), strict=True)])
+
+    def otherwise_for_many(gradient: Tensor, *rest: Any) -> Tensor:
+        return kernel(gradient if len(gradient) < 4 else gradient * (1 + 2**-20), *rest)
+
+    monkeypatch.setattr(order_of_sums, "gradient_of_images", by_themselves)
+    assert gradients_alike(form(torch.zeros(4, 6, 5, 5)), weight, settings, 2)
+    monkeypatch.setattr(order_of_sums, "gradient_of_images", otherwise_for_many)
+    # Tried once for each form: so others.
+    assert not gradients_alike(form(torch.zeros(4, 6, 5, 7)), weight, settings, 2)
+
+
+def test_gradients_of_rows_are_alike_where_all_are_computed_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    mm = Tensor.mm
+    monkeypatch.setattr(Tensor, "mm", lambda rows, matrix: torch.cat([mm(one, matrix) for one in rows.split(1)]))
+    assert gradients_of_rows_alike((4, 10), (10, 33), torch.float32, 2)
+    monkeypatch.setattr(Tensor, "mm", lambda rows, matrix: mm(rows if len(rows) < 4 else rows * (1 + 2**-20), matrix))
+    assert not gradients_of_rows_alike((4, 10), (10, 34), torch.float32, 2)
