@@ -12,12 +12,13 @@ def build(channels: int, side: int, num_classes: int) -> nn.Module:
     if side < SMALLEST_SIDE:
         raise ConfigError(f"model.name: lenet needs images of {SMALLEST_SIDE} pixels or more, these have {side}; set data.image_size")
     left = ((side - 2) // 2 - 4) // 2
+    # In place after a convolution, as in torchvision's models: its maps are the largest tensors of a step.
     return nn.Sequential(
         nn.Conv2d(channels, 20, 3),
-        nn.ReLU(),
+        nn.ReLU(inplace=True),
         nn.AvgPool2d(2),
         nn.Conv2d(20, 50, 5),
-        nn.ReLU(),
+        nn.ReLU(inplace=True),
         nn.AvgPool2d(2),
         nn.Flatten(),
         nn.Linear(50 * left * left, 128),
