@@ -187,36 +187,49 @@ def turns(process: "subprocess.Popen[bytes]", seconds: float = 3.0) -> list[floa
 
 
 def restart(folder: Path, count: int) -> dict[str, list[float]]:
-    """Seconds from the start of `train`, and of a bare script, to the first step, and from SIGKILL of a rank to that of the new ranks."""
-    found: dict[str, list[float]] = {"cold start": [], "after SIGKILL": [], "bare DDP script": []}
-    # As many lanes as by default.
-    training = Training(folder, epochs=20, lanes=4)
-    for number in range(count):
-        started_at = time.monotonic()
-        process = training.start()
-        found["cold start"].append(first_step(training, set()) - started_at)
-        wait_for(training, 100)
-        before = {process for _, process in training.steps()}
-        killed_at = time.monotonic()
-        rank(process, number % 2).send_signal(signal.SIGKILL)
-        found["after SIGKILL"].append(first_step(training, before) - killed_at)
-        process.terminate()
-        process.wait()
+    """Seconds from the start of `train`, and of a bare script, to the first step, and from SIGKILL of a rank to those of the new ranks."""
+    names = "cold start", "after SIGKILL", "after SIGKILL, a step never taken before", "bare DDP script"
+    found = {name: list[float]() for name in names}
+    # As many lanes as by default; a checkpoint is there when the rank is killed.
+    training = Training(folder, epochs=20, lanes=4, every_steps=50)
+
+    def bare() -> None:
         started_at = time.monotonic()
         process = training.bare()
-        found["bare DDP script"].append(first_step(training, set()) - started_at)
+        found["bare DDP script"].append(new_step(training, set()) - started_at)
         process.terminate()
         process.wait()
+
+    for number in range(count):
+        # The first needs what a training leaves.
+        if number % 2:
+            bare()
+        started_at, process = time.monotonic(), training.start()
+        found["cold start"].append(new_step(training, set()) - started_at)
+        wait_for(training, 120)
+        before = {process for _, process in training.steps()}
+        killed_at = time.monotonic()
+        rank(process, number // 2 % 2).send_signal(signal.SIGKILL)
+        found["after SIGKILL"].append(new_step(training, before) - killed_at)
+        taken = sum(process in before for _, process in training.steps())
+        (journal,) = (folder / "runs").glob("*/journal.jsonl")
+        # What is saved later is saved after as many steps more.
+        saved = last(journal, "checkpoint")["step"]
+        assert saved == taken // 50 * 50, (saved, taken)
+        found["after SIGKILL, a step never taken before"].append(new_step(training, before, taken - saved) - killed_at)
+        process.terminate()
+        process.wait()
+        if number % 2 == 0:
+            bare()
     return found
 
 
-def first_step(training: Training, before: set[int]) -> float:
-    """When the first process that is not one of these did its first step."""
+def new_step(training: Training, before: set[int], others: int = 0) -> float:
+    """When the first process that is not one of these had done a step, and so many others before it."""
     until = time.monotonic() + 120
     while time.monotonic() < until:
-        for at, process in training.steps():
-            if process not in before:
-                return at
+        if len(new := [at for at, process in training.steps() if process not in before]) > others:
+            return new[others]
         time.sleep(0.02)
     raise AssertionError("no step")
 

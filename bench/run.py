@@ -88,7 +88,7 @@ def show_steps(model: str, pairs: int, found: dict[str, Any], where: str) -> Non
     print(f"steps, {model}, {found['precision']}, {where}, 128 images a rank, {found['steps']} steps in each of {pairs} rounds, images/s:")
     for name, values in found["speeds"].items():
         show(name, values)
-        for other in ("native", "flat"):
+        for other in ("native", "flat", "ordered"):
             if other in found["speeds"] and other != name != "native":
                 show(f"{name} / {other}", [one / two for one, two in zip(values, found["speeds"][other], strict=True)])
 
@@ -208,9 +208,9 @@ def restart(wanted: argparse.Namespace) -> None:
     print("lenet, world 2, 4 lanes: seconds to the first (new) step; lanes are tried at once in the third")
     for name, values in found.items():
         show(name, values, " s")
-    cold, killed, bare = found.values()
-    show("after SIGKILL / cold start", [one / other for one, other in zip(killed, cold, strict=True)])
-    show("cold start / bare DDP script", [one / other for one, other in zip(cold, bare, strict=True)])
+        if name.startswith("after"):
+            show(f"{name} / cold start", [one / other for one, other in zip(values, found["cold start"], strict=True)])
+    show("cold start / bare DDP script", [one / other for one, other in zip(found["cold start"], found["bare DDP script"], strict=True)])
 
 
 def elastic(wanted: argparse.Namespace) -> None:

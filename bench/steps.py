@@ -90,8 +90,9 @@ def main() -> None:
     model_name, pairs, seconds, kinds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), KINDS[sys.argv[4]]
     torch.set_num_threads(1)
     keep_freed_memory()
-    # Lanes are tried at once from the first step on, and however long they are.
-    lane_groups.TIMED_STEPS, lane_groups.LONG_SECONDS = 0, math.inf
+    if kinds is KINDS["at once"]:
+        # However long they are.
+        lane_groups.LONG_SECONDS = math.inf
     group = ranks.init_group("cpu", "gloo", ranks.rendezvous(int(os.environ["WORLD_SIZE"]), 60), 60)
     if sys.argv[4] != "algorithms":
         # As the product does, where they take all CPUs; ordered then adds up in shared memory.
@@ -99,7 +100,8 @@ def main() -> None:
     batch, together = batch_of(BATCH_PER_RANK), BATCH_PER_RANK * group.size
     built = {name: build(group, model_name, settings, batch, lanes) for name, (settings, lanes) in kinds.items()}
     for one in built.values():
-        seconds_of(3, *one)
+        # Until it is known which lanes are computed at once.
+        seconds_of(lane_groups.TIMED_STEPS + 2, *one)
     # Every rank must take as many steps: rank 0 says how many fill the time.
     steps = int.from_bytes(group.broadcast_bytes(max(1, round(seconds * 3 / seconds_of(3, *built["native"]))).to_bytes(8, "big")), "big")
     speeds: dict[str, list[float]] = {name: [] for name in kinds}
