@@ -68,7 +68,7 @@ def texts(results: dict[str, Any]) -> dict[str, str]:
         f"On {where} (CPU: {results['cpu']}); medians (lowest to highest).",
         "![Images a second of every arm, as a multiple of pytorch/examples' loop](pictures/performance.svg)",
         f"Each model in rounds of its own: {'; '.join(work)}.",
-        "Ratios of images/s:",
+        "Ratios of images/s, medians of the rounds' ratios:",
         table(models, "ratios"),
         "Images/s:",
         table(models, "images_per_second", ",.0f"),
@@ -88,8 +88,8 @@ def texts(results: dict[str, Any]) -> dict[str, str]:
     if len(set(counts.values())) == 1:
         images = f"{min(counts.values())} images a rank"
     readme = (
-        "While it trains, with tracking (and for LeNet two checkpoints), it computes so many times the images/s of a loop "
-        "like pytorch/examples' in fp32 (images read one by one, no DataLoader workers): "
+        "Images/s of a training with tracking (and for LeNet two checkpoints), over those of a loop like pytorch/examples', which "
+        "computes in fp32 and reads images one by one, without DataLoader workers: "
         f"{'; '.join(sentences)}; medians on {where} ({images}; [performance](docs/performance.md))."
     )
     return {"against": "\n\n".join(parts), "speed": readme}

@@ -95,6 +95,7 @@ ELSEWHERE = {
     "dvc pull": "tests/commands/test_object_storage.py",
     "dvc remote modify bucket endpointurl URL": "tests/commands/test_object_storage.py",
     "docker compose start worker": "tests/containers/test_compose.py",
+    "docker compose ps --all": "tests/containers/test_compose.py, as JSON",
     "docker compose up --detach --no-deps --scale worker=3 worker": "tests/containers/test_elastic_compose.py, with two",
     "docker kill": "tests/containers/test_compose.py",
     "python -m pipeline train --resume runs/…": "tests/faults/test_strategy_faults.py",
