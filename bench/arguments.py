@@ -1,4 +1,4 @@
-"""The parts that are named on a command line; all of them where none is."""
+"""What benches share of their command lines: the parts that are named, all of them where none is; and how many rounds."""
 
 import argparse
 from collections.abc import Iterable
@@ -14,3 +14,11 @@ def add_parts(parser: argparse.ArgumentParser, known: Iterable[str], metavar: st
         return word
 
     parser.add_argument("parts", nargs="*", type=named, default=names, metavar=metavar, help=f"of {', '.join(names)}; all if none is named")
+
+
+def at_least_one(word: str) -> int:
+    """A number of rounds: of none there is no median."""
+    number = int(word)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number

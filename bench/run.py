@@ -23,7 +23,7 @@ from bench import images as own  # noqa: E402
 from bench import learning as learned  # noqa: E402
 from bench import link, losses, page, recovery, starts  # noqa: E402
 from bench.against import MODELS, conditions, install_peers, machine_in_words, measured, unpack, usual_precisions  # noqa: E402
-from bench.arguments import add_parts  # noqa: E402
+from bench.arguments import add_parts, at_least_one  # noqa: E402
 from bench.jobs import torchrun  # noqa: E402
 from bench.strategies import WAYS  # noqa: E402
 from bench.trainings import pipeline, speed_of  # noqa: E402
@@ -41,10 +41,8 @@ def main() -> None:
     }
     parser = argparse.ArgumentParser(description="What a step, a training, a start and a no-op cost, and against whom.")
     add_parts(parser, parts)
-    parser.add_argument("--pairs", type=int, default=7, help="how often each is measured, in turn with what it is compared with")
-    parser.add_argument(
-        "--seconds", type=float, default=3.0, help="how long `steps` measures LeNet in each pair; ResNet-18 takes 8/3 of it"
-    )
+    parser.add_argument("--pairs", type=at_least_one, default=7, help="rounds, %(default)s by default; each is measured in turn")
+    parser.add_argument("--seconds", type=float, default=3.0, help="a round of `lenet`, %(default)s by default; `resnet18`: 8/3 of it")
     parser.add_argument("--out", type=Path, default=Path("bench-results.json"), help="where `against` and `learning` write their results")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which of them `against` measures")
     parser.add_argument("--precisions", nargs="+", choices=("bf16", "fp32"), default=usual_precisions(), help="of the product in `against`")
