@@ -60,7 +60,7 @@ def test_what_computes_nothing_can_change_without_another_experiment(package: Pa
     # Comments, docstrings, line breaks.
     edit(package / "models" / "lenet.py", "\nSMALLEST_SIDE", "\n# How small.\n\n\nSMALLEST_SIDE")
     edit(package / "models" / "lenet.py", '"""The LeNet of the tutorials', '"""Now with another docstring')
-    edit(package / "models" / "lenet.py", "nn.ReLU(),\n        nn.AvgPool2d(2),", "nn.ReLU(), nn.AvgPool2d(2),")
+    edit(package / "models" / "lenet.py", "nn.ReLU(inplace=True),\n        nn.AvgPool2d(2),", "nn.ReLU(inplace=True), nn.AvgPool2d(2),")
     edit(package / "training" / "loop.py", "class Speed:\n", "class Speed:  # images\n")
     # A new model, and other experiments' files.
     (package / "models" / "alexnet.py").write_text("a new model")
