@@ -213,7 +213,7 @@ def restart(folder: Path, count: int) -> dict[str, list[float]]:
         found["after SIGKILL"].append(new_step(training, before) - killed_at)
         taken = sum(process in before for _, process in training.steps())
         (journal,) = (folder / "runs").glob("*/journal.jsonl")
-        # What is saved later is saved after as many steps more.
+        # There the new ranks began.
         saved = last(journal, "checkpoint")["step"]
         assert saved == taken // 50 * 50, (saved, taken)
         found["after SIGKILL, a step never taken before"].append(new_step(training, before, taken - saved) - killed_at)
