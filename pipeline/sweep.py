@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from pipeline import models, parallel, train
+from pipeline import models, parallel, sync, train
 from pipeline.config import Config, ConfigError
 from pipeline.config.params import load
 from pipeline.files import Paths
@@ -140,6 +140,8 @@ def rungs(count: int, epochs: int, factor: int) -> list[tuple[int, int]]:
 def reach(candidate: Candidate, epoch: int, paths: Paths, command: str) -> int:
     """Train a candidate up to an epoch; 0 if it has come there, or diverged on the way."""
     if candidate.diverged or candidate.at(epoch):
+        # Whoever stopped an earlier start of this sweep did not wait for MLflow.
+        sync.mirrored(candidate.plan.job.run, paths, patient=False)
         return 0
     say(candidate.name)
     code = train.run(candidate.config, paths, stop_after_epochs=epoch, command=command)

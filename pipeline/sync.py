@@ -22,7 +22,7 @@ def run(config: Config, paths: Paths) -> int:
     journals = sorted(paths.runs.glob("*/journal.jsonl"))
     for journal in journals:
         try:
-            error = _mirrored(journal.parent, paths)
+            error = mirrored(journal.parent, paths)
         except (MachineError, OSError) as refused:
             # The others may be sound.
             error = describe(refused, str(journal.parent)) if isinstance(refused, OSError) else str(refused)
@@ -48,14 +48,14 @@ def _copied(run: Path) -> str | None:
         return None
 
 
-def _mirrored(run: Path, paths: Paths) -> str | None:
+def mirrored(run: Path, paths: Paths, patient: bool = True) -> str | None:
     """Send what MLflow does not have of one run; returns an error or None."""
     if not needs_sync(run, paths):
         return None
     log.info("%s: sending what MLflow has not heard of", run.name)
     try:
         with run_lock(run / "lock"):
-            error = MirrorProcess(run, paths, patient=True).wait()
+            error = MirrorProcess(run, paths, patient).wait()
     except MachineError as running:
         # It has a mirror of its own.
         log.info("%s", running)
