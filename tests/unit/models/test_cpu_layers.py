@@ -1,17 +1,22 @@
 """Layers that are computed otherwise on CPUs: what they compute."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipeline.data import store
 from pipeline.models.cpu_layers import replace_kernels
 from pipeline.parallel.layouts import keep_layouts
+from pipeline.training.work import build_model
+from tests.kit.experiment import make_job
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 ORDERS = torch.channels_last, torch.contiguous_format
+CPU = torch.device("cpu")
 
 
 def made(replace: bool = True) -> nn.Sequential:
@@ -139,3 +144,15 @@ class Padded(nn.AvgPool2d):
 def test_other_pools_stay_as_they_are(pool: nn.AvgPool2d) -> None:
     replace_kernels(pool)
     assert "forward" not in vars(pool)
+
+
+def test_the_model_of_a_rank_computes_with_them(tmp_path: Path) -> None:
+    job = make_job(tmp_path, model__name="lenet")
+    model = build_model(job, store.read_manifest(job.prepared), CPU)
+    made = model(torch.randn(2, 1, 28, 28)).grad_fn
+    names: set[str] = set()
+    while made is not None:
+        names.add(type(made).__name__)
+        made = next((one for one, _ in made.next_functions if one is not None and "Accumulate" not in type(one).__name__), None)
+    assert {"AveragePoolBackward", "ReluBackward0"} < names
+    assert "AvgPool2DBackward0" not in names

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ from pipeline.data import Split
 from pipeline.data.batches import resident
 from pipeline.training import memory
 from pipeline.training.memory import free_bytes
-from tests.kit.experiment import ROOT
+from tests.kit.experiment import ROOT, make_job
 
 GPU = torch.device("cuda")
 GIB = 2**30
@@ -45,24 +46,31 @@ def test_a_cpu_has_what_the_machine_has_or_its_control_group_allows(
 FAULTS = """
 import resource, sys
 import torch
-from pipeline.training.memory import keep_freed_memory
-if sys.argv[1] == "kept":
-    keep_freed_memory()
-for _ in range(10):
-    torch.zeros(1 << 23).add_(1)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(20):
-    torch.zeros(1 << 23).add_(1)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+from pipeline.training.train_rank import run_as_rank
+
+def count(_):
+    for _ in range(10):
+        torch.zeros(1 << 23).add_(1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.zeros(1 << 23).add_(1)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+if sys.argv[1:]:
+    run_as_rank(count)
+else:
+    count(None)
 """
 
 
-def faults(how: str) -> int:
-    words = [sys.executable, "-c", FAULTS, how]
+def faults(*job: str) -> int:
+    words = [sys.executable, "-c", FAULTS, *job]
     return int(subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
-def test_what_was_freed_costs_no_page_faults_when_it_is_taken_again() -> None:
+def test_what_a_rank_freed_costs_no_page_faults_when_it_is_taken_again(tmp_path: Path) -> None:
+    job = tmp_path / "job.json"
+    job.write_text(make_job(tmp_path).model_dump_json())
     # 32 MiB are 8,192 pages, each time; or fewer, huge ones.
-    assert faults("kept") < 20 < faults("as it is")
+    assert faults(str(job)) < 20 < faults()
