@@ -89,17 +89,16 @@ def prepare(model: nn.Module) -> None:
 def summed(of_lanes: list[list[Tensor | None]]) -> list[Tensor | None]:
     """What was computed of each lane, added up in their tree; their number is a power of two."""
     while len(of_lanes) > 1:
-        for left, right in zip(of_lanes[::2], of_lanes[1::2], strict=True):
-            for one, other in zip(left, right, strict=True):
-                if one is not None and other is not None:
-                    one.add_(other)
+        left, right = ([one for lane in side for one in lane if one is not None] for side in (of_lanes[::2], of_lanes[1::2]))
+        if left:
+            torch._foreach_add_(left, right)  # pyright: ignore
         of_lanes = of_lanes[::2]
     return of_lanes[0]
 
 
 def cast(one: Tensor | None, number_format: torch.dtype | None) -> Any:
     """As autocast does, if it does."""
-    return one if one is None or number_format is None else one.to(number_format)
+    return one if one is None or number_format in (None, one.dtype) else one.to(number_format)
 
 
 def autocast_format(*of: Tensor | None) -> torch.dtype | None:

@@ -50,7 +50,9 @@ def pieces(lanes: int, *of: Tensor) -> list[tuple[Tensor, ...]]:
     cut: list[Sequence[Tensor]] = []
     for one in of:
         parts: Sequence[Tensor] = one.chunk(lanes)
-        cut.append([part.clone() for part in parts] if any(part.data_ptr() % ALIGNED_BYTES for part in parts) else parts)
+        apart_bytes = one.stride(0) * len(parts[0]) * one.element_size()
+        aligned = one.data_ptr() % ALIGNED_BYTES == apart_bytes % ALIGNED_BYTES == 0
+        cut.append(parts if aligned else [part.clone() for part in parts])
     return list(zip(*cut, strict=True))
 
 

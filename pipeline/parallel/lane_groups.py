@@ -105,11 +105,11 @@ class LaneGroups:
             lanes.append(self._task.begin(step, lane))
             states.append(draws(lanes[0][0].device))
         with lanes_at_once.at_once(states):
-            losses = self._task.losses(model, one_batch([images for images, _ in lanes]), [labels for _, labels in lanes])
+            loss, rows = self._task.losses(model, one_batch([images for images, _ in lanes]), [labels for _, labels in lanes])
             for index, lane in enumerate(group):
                 lanes_at_once.set_statistics(index)
                 buffers.after_lane(lane)
-        return torch.stack([scaled(loss, self._scale) for loss, _ in losses]).sum(), [compute_row for _, compute_row in losses]
+        return scaled(loss, self._scale), rows
 
     def _is_equal(self, step: int, group: Group) -> bool | None:
         """Whether so many lanes have the same bits at once as one after another; None where that cannot be told."""

@@ -135,9 +135,12 @@ class Task:
         """The sum of the losses of some images, and what computes their row of totals."""
         return self._loss(self._logits(model, images), labels)
 
-    def losses(self, model: Callable[[Tensor], Tensor], images: Tensor, labels: list[Tensor]) -> list[tuple[Tensor, ComputeRow]]:
-        """The same of each of several lanes, whose images are one behind another."""
-        return [self._loss(*two) for two in zip(self._logits(model, images).chunk(len(labels)), labels, strict=True)]
+    def losses(self, model: Callable[[Tensor], Tensor], images: Tensor, labels: list[Tensor]) -> tuple[Tensor, list[ComputeRow]]:
+        """The same of several lanes, whose images are one behind another, and what computes each lane's row."""
+        logits = self._logits(model, images)
+        rows = [partial(self._row, *two) for two in zip(logits.detach().chunk(len(labels)), labels, strict=True)]
+        # Of a lane's own loss only its row tells.
+        return self._cross_entropy(logits, torch.cat(labels)), rows
 
     def _logits(self, model: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
         with self.autocast():
@@ -146,8 +149,14 @@ class Task:
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _loss(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, ComputeRow]:
-        loss = F.cross_entropy(logits, labels, self.class_weights, reduction="sum", label_smoothing=self.label_smoothing)
+        loss = self._cross_entropy(logits, labels)
         return loss, partial(totals_row, loss.detach(), logits.detach(), labels)
+
+    def _row(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return totals_row(self._cross_entropy(logits, labels), logits, labels)
+
+    def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels, self.class_weights, reduction="sum", label_smoothing=self.label_smoothing)
 
 
 def totals_row(loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
