@@ -162,9 +162,7 @@ class RankStage:
         if message:
             progress.say(message)
         if mirror:
-            # Nobody waits for the end of a training that stops where it was to stop.
-            urgent = end.outcome == "stopped" and (stop.signal is not None or end.step != job.until)
-            self._send_rest(mirror, copier, progress.say, stop, urgent)
+            self._send_rest(mirror, copier, progress.say, stop, end.outcome == "stopped")
         assert end.exit_code is not None
         return end.exit_code
 

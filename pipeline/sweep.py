@@ -21,6 +21,7 @@ from pipeline.config.params import load
 from pipeline.files import Paths
 from pipeline.plan import Plan, plan
 from pipeline.runs.status import STOPPED
+from pipeline.stop_signals import deferred
 from pipeline.tracking import journal as journals
 
 DIVERGED = 5
@@ -71,11 +72,13 @@ def run(_: Config, paths: Paths, values: list[str], factor: int) -> int:
         # Of equals the one that was named first.
         alive = sorted(alive, key=lambda one: -one.accuracy(epoch))[:kept]
         if alive[0].accuracy(epoch) < 0:
+            send_rest(candidates, paths)
             say("every candidate diverged; lower the learning rate")
             return DIVERGED
     say(f"{alive[0].name} to the end")
     code = train.run(alive[0].config, paths, command=command)
     if code == 0:
+        send_rest(candidates, paths)
         report(candidates, alive[0], table)
     return code
 
@@ -140,12 +143,17 @@ def rungs(count: int, epochs: int, factor: int) -> list[tuple[int, int]]:
 def reach(candidate: Candidate, epoch: int, paths: Paths, command: str) -> int:
     """Train a candidate up to an epoch; 0 if it has come there, or diverged on the way."""
     if candidate.diverged or candidate.at(epoch):
-        # Whoever stopped an earlier start of this sweep did not wait for MLflow.
-        sync.mirrored(candidate.plan.job.run, paths, patient=False)
         return 0
     say(candidate.name)
     code = train.run(candidate.config, paths, stop_after_epochs=epoch, command=command)
     return 0 if code == DIVERGED or (code == STOPPED and candidate.at(epoch)) else code
+
+
+def send_rest(candidates: list[Candidate], paths: Paths) -> None:
+    """Let MLflow have candidates that an earlier start reached, where whoever stopped that did not wait for MLflow."""
+    with deferred() as hurried:
+        if not sync.send([one.plan.job.run for one in candidates], paths, hurried):
+            say(f"MLflow does not have all candidates yet. To catch up: python -m pipeline sync --params {shlex.quote(str(paths.params))}")
 
 
 def report(candidates: list[Candidate], winner: Candidate, table: dict[str, list[str]]) -> None:

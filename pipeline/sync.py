@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from threading import Event
 
 from pipeline.config import Config, MachineError
 from pipeline.files import Paths, describe
@@ -16,24 +17,33 @@ log = logging.getLogger(__name__)
 
 def run(config: Config, paths: Paths) -> int:
     """Mirror every journal to its end, and complete the copies; 4 if one could not be taken."""
-    code = 0
     configured()
     server_and_credentials(paths)
     journals = sorted(paths.runs.glob("*/journal.jsonl"))
-    for journal in journals:
-        try:
-            error = mirrored(journal.parent, paths)
-        except (MachineError, OSError) as refused:
-            # The others may be sound.
-            error = describe(refused, str(journal.parent)) if isinstance(refused, OSError) else str(refused)
-            log.info("%s", error)
-        code = MachineError.exit_code if error else code
-        if error and UNANSWERED in error:
-            # Nor will it answer for the others.
-            break
+    code = 0 if send([journal.parent for journal in journals], paths) else MachineError.exit_code
     # Also where MLflow is deaf: it is another server.
     lacking = [journal for journal in journals if _copied(journal.parent)]
     return MachineError.exit_code if lacking else code
+
+
+def send(runs: list[Path], paths: Paths, hurried: Event | None = None) -> bool:
+    """Send what MLflow does not have of some runs; returns True if it has all.
+
+    With `hurried`, only for as long as it takes what it is sent, and until that is set.
+    """
+    complete = True
+    for run in runs:
+        try:
+            error = _mirrored(run, paths, hurried)
+        except (MachineError, OSError) as refused:
+            # The others may be sound.
+            error = describe(refused, str(run)) if isinstance(refused, OSError) else str(refused)
+            log.info("%s", error)
+        complete = complete and not error
+        if error and (hurried or UNANSWERED in error):
+            # Nor will it answer for the others.
+            break
+    return complete
 
 
 def _copied(run: Path) -> str | None:
@@ -48,14 +58,15 @@ def _copied(run: Path) -> str | None:
         return None
 
 
-def mirrored(run: Path, paths: Paths, patient: bool = True) -> str | None:
+def _mirrored(run: Path, paths: Paths, hurried: Event | None) -> str | None:
     """Send what MLflow does not have of one run; returns an error or None."""
     if not needs_sync(run, paths):
         return None
     log.info("%s: sending what MLflow has not heard of", run.name)
     try:
         with run_lock(run / "lock"):
-            error = MirrorProcess(run, paths, patient).wait()
+            mirror = MirrorProcess(run, paths, patient=hurried is None)
+            error = mirror.finish(hurried, log.info) if hurried else mirror.wait()
     except MachineError as running:
         # It has a mirror of its own.
         log.info("%s", running)

@@ -105,11 +105,12 @@ class LaneGroups:
             lanes.append(self._task.begin(step, lane))
             states.append(draws(lanes[0][0].device))
         with lanes_at_once.at_once(states):
-            loss, rows = self._task.losses(model, one_batch([images for images, _ in lanes]), [labels for _, labels in lanes])
+            losses, rows = self._task.losses(model, one_batch([images for images, _ in lanes]), [labels for _, labels in lanes])
             for index, lane in enumerate(group):
                 lanes_at_once.set_statistics(index)
                 buffers.after_lane(lane)
-        return scaled(loss, self._scale), rows
+        # Each by itself: one that is no number leaves the others' gradients alone.
+        return scaled(losses, self._scale).sum(), rows
 
     def _is_equal(self, step: int, group: Group) -> bool | None:
         """Whether so many lanes have the same bits at once as one after another; None where that cannot be told."""

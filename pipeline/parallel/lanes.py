@@ -136,11 +136,11 @@ class Task:
         return self._loss(self._logits(model, images), labels)
 
     def losses(self, model: Callable[[Tensor], Tensor], images: Tensor, labels: list[Tensor]) -> tuple[Tensor, list[ComputeRow]]:
-        """The same of several lanes, whose images are one behind another, and what computes each lane's row."""
+        """The sum of the losses of each of several lanes, whose images are one behind another, and what computes each one's row."""
         logits = self._logits(model, images)
         rows = [partial(self._row, *two) for two in zip(logits.detach().chunk(len(labels)), labels, strict=True)]
-        # Of a lane's own loss only its row tells.
-        return self._cross_entropy(logits, torch.cat(labels)), rows
+        # A row has the sum in the order of a lane alone; gradients are the same in any.
+        return self._cross_entropy(logits, torch.cat(labels), "none").view(len(labels), -1).sum(1), rows
 
     def _logits(self, model: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
         with self.autocast():
@@ -155,8 +155,8 @@ class Task:
     def _row(self, logits: Tensor, labels: Tensor) -> Tensor:
         return totals_row(self._cross_entropy(logits, labels), logits, labels)
 
-    def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits, labels, self.class_weights, reduction="sum", label_smoothing=self.label_smoothing)
+    def _cross_entropy(self, logits: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
+        return F.cross_entropy(logits, labels, self.class_weights, reduction=reduction, label_smoothing=self.label_smoothing)
 
 
 def totals_row(loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:

@@ -235,3 +235,16 @@ def test_a_model_goes_on_alone_and_its_copies_too() -> None:
     with pytest.raises(RuntimeError), lanes_at_once.at_once([torch.get_rng_state()] * 2):
         model(torch.ones(2, 3))
     assert vars(lanes_at_once.under_way) == vars(lanes_at_once.UnderWay())
+
+
+def test_lanes_whose_losses_overflow_together_have_the_gradients_of_each_alone() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(SIDE**2, 10))
+    # Smoothing adds up all classes of an image first.
+    groups = begun(model, label_smoothing=0.0)
+    largest = max(float(row[0]) for row in groups._computed(0, groups._alone).rows)
+    for one in model.parameters():
+        one.data *= 2e38 / largest
+    alone, together = groups._computed(0, groups._alone), groups._computed(0, [range(4)])
+    assert torch.stack(alone.rows)[:, 0].float().sum().isinf()
+    assert all(one.isfinite().all() for one in alone.found)
+    assert all(same_bits(*two) for two in zip(alone.found, together.found, strict=True))
