@@ -41,7 +41,7 @@ def send(runs: list[Path], paths: Paths, hurried: Event | None = None) -> bool:
             log.info("%s", error)
         complete = complete and not error
         if error and (hurried or UNANSWERED in error):
-            # Nor will it answer for the others.
+            # Nor will it answer for the others; and whoever is hurried waits for no second error.
             break
     return complete
 
