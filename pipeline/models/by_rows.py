@@ -24,7 +24,7 @@ def by_rows(of_weight: Tensor, gradient: Tensor, images: Tensor, *_: object) -> 
     size = max(1, BYTES_AT_ONCE // (entering.element_size() * images.shape[2] * made_width * width * channels))
     total: Tensor | None = None
     for one, some in zip(gradient.split(size), entering.split(size), strict=True):
-        image, down, across = (some.stride(side) for side in (0, 2, 3))
+        image, down, across = some.stride(0), some.stride(2), some.stride(3)
         # What a row of the window sees in each place; rows of images lie one behind another, so that those that it passes are one block.
         strips = some.as_strided((images.shape[2], len(some), made_width, width * channels), (down, image, across, 1)).contiguous()
         rows = one.permute(2, 0, 3, 1).reshape(-1, leaving).t()

@@ -46,7 +46,8 @@ class OneChannel(torch.autograd.Function):
         parts = lanes_at_once.pieces(ctx.lanes, gradient, images)
         (both,) = lanes_at_once.summed([[product(one, some, ctx.settings[1])] for one, some in parts])
         assert both is not None
-        return of_images, both[:-1].t().reshape(weight.shape), both[-1], None, None
+        # Tensors of their own, as a convolution's.
+        return of_images, both[:-1].t().reshape(weight.shape), both[-1].clone(), None, None
 
 
 def product(gradient: Tensor, images: Tensor, padding: Pair) -> Tensor:

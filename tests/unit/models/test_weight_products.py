@@ -40,6 +40,7 @@ def layer_of(name: str) -> tuple[nn.Conv2d, Tensor, str]:
     torch.manual_seed(1)
     layer, side, function = LAYERS[name]
     layer = copy.deepcopy(layer).to(memory_format=torch.channels_last)  # pyright: ignore
+    layer.reset_parameters()
     replace_kernels(layer)
     images = torch.randn(24, layer.in_channels, side, side).contiguous(memory_format=torch.channels_last)
     return layer, images, function
@@ -50,15 +51,16 @@ def gradients(found: Tensor, leaves: list[Tensor], seed: int = 2) -> list[Tensor
     return [found, *torch.autograd.grad(found, leaves, entering)]
 
 
-@pytest.mark.parametrize("images_at_once", [1, 5, 24])
+@pytest.fixture(params=[1, 100_000, by_rows.BYTES_AT_ONCE])
+def bytes_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_rows, "BYTES_AT_ONCE", request.param)
+
+
+@pytest.mark.usefixtures("bytes_at_once")
 @pytest.mark.parametrize("name", LAYERS)
-def test_they_are_nearly_as_exact_as_torchs_own(name: str, images_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_nearly_as_exact_as_torchs_own(name: str) -> None:
     layer, images, function = layer_of(name)
     plain, twice = nn.Conv2d._conv_forward, copy.deepcopy(layer).double()  # pyright: ignore[reportPrivateUsage]
-    if function == "ByProductsBackward":
-        width = layer.kernel_size[1]
-        bytes_of_one = 4 * images.shape[2] * (images.shape[3] - width + 1) * width * layer.in_channels
-        monkeypatch.setattr(by_rows, "BYTES_AT_ONCE", bytes_of_one * images_at_once)
     images.requires_grad_()
     found = layer(images)
     assert found.grad_fn.name() == function
@@ -68,10 +70,12 @@ def test_they_are_nearly_as_exact_as_torchs_own(name: str, images_at_once: int, 
     exact = gradients(F.conv2d(*doubles, padding=layer.padding), doubles)
     for one, another, double in zip(own, other, exact, strict=True):
         assert (one - double).norm() <= 2 * (another - double).norm() + 1e-7 * double.norm()
+    layer(images).sum().backward()
     # DDP copies a gradient that lies otherwise than its bucket.
-    assert own[2].stride() == other[2].stride() == layer.weight.stride() or function == "OneChannelBackward"
+    assert all(one is not None and one.stride() == of.stride() for one, of in zip(grads(layer), layer.parameters(), strict=True))
 
 
+@pytest.mark.usefixtures("bytes_at_once")
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_bits_do_not_depend_on_how_images_and_gradients_lie_in_memory(name: str) -> None:
     layer, images, _ = layer_of(name)
@@ -86,6 +90,7 @@ def test_the_bits_do_not_depend_on_how_images_and_gradients_lie_in_memory(name: 
         assert all(torch.equal(one, another) for one, another in zip(found[0], other, strict=True))
 
 
+@pytest.mark.usefixtures("bytes_at_once")
 @pytest.mark.parametrize("name", LAYERS)
 def test_lanes_at_once_have_the_bits_of_each_by_itself(name: str) -> None:
     layer, images, _ = layer_of(name)
@@ -107,6 +112,7 @@ def grey(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return one_channel.convolve(images, weight, bias, (1, 0), 1)
 
 
+@pytest.mark.usefixtures("bytes_at_once")
 @pytest.mark.parametrize(("compute", "weight"), [(rows, (3, 2, 2, 3)), (grey, (3, 1, 3, 3))], ids=["rows", "grey"])
 def test_gradients_of_gradients_are_right(compute: Callable[..., Tensor], weight: tuple[int, ...]) -> None:
     torch.manual_seed(3)
@@ -128,6 +134,16 @@ def test_frozen_layers_pass_gradients_on_and_no_images_make_zeros(name: str) -> 
     torch.testing.assert_close(*(torch.autograd.grad(one.square().sum(), leaf)[0] for one in (layer(leaf), plain)))
     leaf.requires_grad_(False)
     assert not layer(leaf).requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("name", ["5 by 5", "one channel"])
+def test_compiled_ones_have_the_bits_of_eager_ones(name: str) -> None:
+    layer, images, _ = layer_of(name)
+    leaves = [images.requires_grad_(), *layer.parameters()]
+    compiled: Any = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    expected, found = (torch.autograd.grad(one(images).square().sum(), leaves) for one in (layer, compiled))
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize(
