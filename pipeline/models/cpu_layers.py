@@ -14,15 +14,13 @@ from torch.nn import functional as F
 from pipeline import lanes_at_once
 from pipeline.hardware import machine
 from pipeline.lanes_at_once import under_way
-from pipeline.models import by_rows, one_channel, winograd
+from pipeline.models import winograd
 
 # For so few pixels oneDNN's calls cost more than their arithmetic; it seems to pass over the whole gradient of the weights for every image.
 FEW_PIXELS = 16
 # Channels that leave times those that enter: so many make a product of matrices for each place in the window worth its call. In bf16 that
 # is faster than oneDNN for more pixels, too.
 MANY_WEIGHTS, FEW_FOR_MANY_WEIGHTS = 128 * 256, 49
-# In a lane. Of more, oneDNN computes weights' gradients in fp32 in less time with AVX2, too, where two ranks share a core.
-FEW_IMAGES = 32
 OWN_OF_TORCH = nn.Conv2d._conv_forward  # pyright: ignore[reportPrivateUsage]
 Pair = tuple[int, int]
 Setting = int | tuple[int, ...]
@@ -57,18 +55,11 @@ def convolve(layer: Any, compute: Callable[..., Tensor], input: Tensor, weight: 
     # For windows of one pixel they pay anyway.
     products_pay = not full or machine.fast_fp32_products() or weight.shape[2:] == (1, 1)
     lanes = under_way.lanes
-    full_products = plain and full and products_pay and shape.stride == (1, 1)
-    if full_products and winograd.pays(len(input) // lanes, weight, shape.made):
+    if plain and full and products_pay and shape.stride == (1, 1) and winograd.pays(len(input) // lanes, weight, shape.made):
         return winograd.convolve(input, weight, bias, shape.before, lanes)
     many = not full and weight.shape[2:] != (1, 1) and math.prod(weight.shape[:2]) >= MANY_WEIGHTS
-    pixels = math.prod(shape.made)
-    if plain and pixels <= (FEW_FOR_MANY_WEIGHTS if many else FEW_PIXELS) and products_pay:
-        return by_products(by_place if math.prod(weight.shape[:2]) >= MANY_WEIGHTS else by_window, input, weight, bias, shape)
-    few = full_products and len(input) <= FEW_IMAGES * lanes and machine.avx2_at_most()
-    if few and by_rows.pays(weight, shape.before, pixels):
-        return by_products(by_rows.by_rows, input, weight, bias, shape)
-    if few and one_channel.pays(weight, bias):
-        return one_channel.convolve(input, weight, bias, shape.before, lanes)
+    if plain and math.prod(shape.made) <= (FEW_FOR_MANY_WEIGHTS if many else FEW_PIXELS) and products_pay:
+        return on_small_maps(input, weight, bias, shape.stride, shape.before)
     # A class that computes otherwise may add zeros of its own.
     alone = shape.unseen if torchs else input.shape[-2:].numel() <= FEW_PIXELS
     # With dilation where channels do not fill blocks of 16.
@@ -80,9 +71,9 @@ def convolve(layer: Any, compute: Callable[..., Tensor], input: Tensor, weight: 
     return compute(input, weight, bias)
 
 
-def by_products(compute: Callable[..., None], images: Tensor, weight: Tensor, bias: Tensor | None, shape: "Shape") -> Tensor:
-    """A convolution whose weights' gradient is made of products of matrices; for windows of one pixel, what comes out is one, too."""
-    if weight.shape[2:] == shape.stride == (1, 1) and shape.before == (0, 0):
+def on_small_maps(images: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
+    """A convolution whose weights' gradient is a product of matrices; for windows of one pixel, what comes out is one, too."""
+    if weight.shape[2:] == stride == (1, 1) and padding == (0, 0):
         # In one order, whoever made them: linear layers choose kernels by it. What leaves, and the gradient that the product by 1 makes,
         # are tensors of their own, as a convolution's: autograd adds others to a gradient in place, and FSDP's hooks want no view.
         pixels, kernels = (images * 1).permute(0, 2, 3, 1).contiguous(), weight.permute(0, 2, 3, 1).flatten(1)
@@ -91,7 +82,7 @@ def by_products(compute: Callable[..., None], images: Tensor, weight: Tensor, bi
     if torch.is_autocast_enabled("cpu") and images.dtype != torch.float64:
         number_format = torch.get_autocast_dtype("cpu")
         images = images.to(number_format)
-    found: Tensor = ByProducts.apply(images, weight, bias, shape.stride, shape.before, compute, under_way.lanes)  # pyright: ignore
+    found: Tensor = SmallMaps.apply(images, weight, bias, stride, padding, under_way.lanes)  # pyright: ignore
     return found
 
 
@@ -136,12 +127,12 @@ def pair(setting: Setting) -> Pair:
     return first, second
 
 
-class ByProducts(torch.autograd.Function):
-    """A convolution; the gradient of its weights is one product of matrices, or one for each row or place of the window."""
+class SmallMaps(torch.autograd.Function):
+    """A convolution; the gradient of its weights is one product of matrices, or one for each place in the window."""
 
     @staticmethod
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
-        ctx.stride, ctx.padding, ctx.compute, ctx.lanes = given
+        ctx.stride, ctx.padding, ctx.lanes = given
         ctx.dtype = weight.dtype
         if torch.is_autocast_enabled("cpu"):
             weight, bias = weight.to(images.dtype), None if bias is None else bias.to(images.dtype)
@@ -163,10 +154,11 @@ class ByProducts(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 # As the weights lie.
                 of_weight = torch.empty_like(weight, dtype=ctx.dtype, memory_format=torch.channels_last)
-                ctx.compute(of_weight, one, some, ctx.stride, ctx.padding)
+                compute = by_place if math.prod(weight.shape[:2]) >= MANY_WEIGHTS else by_window
+                compute(of_weight, one, some, ctx.stride, ctx.padding)
             rows = one.permute(0, 2, 3, 1).flatten(0, 2)
             of_lanes.append([of_weight, rows.sum(0).to(ctx.dtype) if ctx.needs_input_grad[2] else None])
-        return of_images, *lanes_at_once.summed(of_lanes), None, None, None, None
+        return of_images, *lanes_at_once.summed(of_lanes), None, None, None
 
 
 def by_window(of_weight: Tensor, gradient: Tensor, images: Tensor, stride: Pair, padding: Pair) -> None:
