@@ -70,6 +70,13 @@ def fast_fp32_products(info: Path = CPU_INFO) -> bool:
     return not (maker == ["AuthenticAMD"] and {"avx512f", "avx_vnni"} <= flags)
 
 
+@cache
+def avx2_at_most(info: Path = CPU_INFO) -> bool:
+    """Whether a CPU computes in AVX2 and in nothing wider: what was measured there says nothing about others."""
+    flags, _, _ = _cpu_info(info)
+    return "avx2" in flags and "avx512f" not in flags
+
+
 def user() -> str:
     """The user's name; in a container a uid may have none."""
     try:

@@ -14,30 +14,33 @@ from torch.nn import functional as F
 from pipeline import lanes_at_once
 from pipeline.hardware import machine
 from pipeline.lanes_at_once import under_way
-from pipeline.models import winograd
+from pipeline.models import by_rows, one_channel, winograd
 
 # For so few pixels oneDNN's calls cost more than their arithmetic; it seems to pass over the whole gradient of the weights for every image.
 FEW_PIXELS = 16
 # Channels that leave times those that enter: so many make a product of matrices for each place in the window worth its call. In bf16 that
 # is faster than oneDNN for more pixels, too.
 MANY_WEIGHTS, FEW_FOR_MANY_WEIGHTS = 128 * 256, 49
+# In a lane. Of more, oneDNN computes weights' gradients in fp32 in less time with AVX2, too, where two ranks share a core.
+FEW_IMAGES = 32
 OWN_OF_TORCH = nn.Conv2d._conv_forward  # pyright: ignore[reportPrivateUsage]
 Pair = tuple[int, int]
+Compute = Callable[..., Tensor]
 Setting = int | tuple[int, ...]
 
 
-def replace_kernels(model: nn.Module) -> None:
+def replace_kernels(model: nn.Module, small_lanes: bool = True) -> None:
     """Let convolutions and average pools compute otherwise where that is faster, or right; the layers' types, names and weights stay."""
     layers: list[Any] = list(model.modules())
     for layer in layers:
         if isinstance(layer, nn.Conv2d):
-            # Within the layer's own forward, which others may replace.
-            layer._conv_forward = partial(convolve, layer, layer._conv_forward)  # pyright: ignore
+            # Within the layer's own forward, which others may replace. Without small_lanes few images have the kernels of many.
+            layer._conv_forward = partial(convolve, layer, layer._conv_forward, small_lanes)  # pyright: ignore
         elif type(layer) is nn.AvgPool2d and "forward" not in vars(layer) and (side := window_side(layer)):
             layer.forward = partial(average_pool, side)
 
 
-def convolve(layer: Any, compute: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: A002
+def convolve(layer: Any, compute: Compute, small_lanes: bool, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: A002
     """Train as is fastest for maps of that size on this kind of CPU; and in fp32 where oneDNN's bf16 is slow or wrong."""
     # Weights of a layer in eval mode may get gradients, too.
     trains = layer.training or (torch.is_grad_enabled() and weight.requires_grad)
@@ -47,7 +50,7 @@ def convolve(layer: Any, compute: Callable[..., Tensor], input: Tensor, weight: 
     if under_way.lanes > 1:
         compute = partial(lanes_at_once.convolve, layer)
     if torchs and input.ndim == 3:
-        return convolve(layer, compute, input[None], weight, bias)[0]
+        return convolve(layer, compute, small_lanes, input[None], weight, bias)[0]
     settings = (tuple(one) if isinstance(one, list) else one for one in (layer.stride, layer.dilation, layer.padding))
     shape = shape_of(input.shape[-2:], weight.shape[-2:], *settings)
     plain = torchs and shape.plain and layer.groups == 1
@@ -55,11 +58,18 @@ def convolve(layer: Any, compute: Callable[..., Tensor], input: Tensor, weight: 
     # For windows of one pixel they pay anyway.
     products_pay = not full or machine.fast_fp32_products() or weight.shape[2:] == (1, 1)
     lanes = under_way.lanes
-    if plain and full and products_pay and shape.stride == (1, 1) and winograd.pays(len(input) // lanes, weight, shape.made):
+    full_products = plain and full and products_pay and shape.stride == (1, 1)
+    if full_products and winograd.pays(len(input) // lanes, weight, shape.made):
         return winograd.convolve(input, weight, bias, shape.before, lanes)
     many = not full and weight.shape[2:] != (1, 1) and math.prod(weight.shape[:2]) >= MANY_WEIGHTS
-    if plain and math.prod(shape.made) <= (FEW_FOR_MANY_WEIGHTS if many else FEW_PIXELS) and products_pay:
-        return on_small_maps(input, weight, bias, shape.stride, shape.before)
+    pixels = math.prod(shape.made)
+    if plain and pixels <= (FEW_FOR_MANY_WEIGHTS if many else FEW_PIXELS) and products_pay:
+        return by_products(by_place if math.prod(weight.shape[:2]) >= MANY_WEIGHTS else by_window, input, weight, bias, shape)
+    few = small_lanes and full_products and len(input) <= FEW_IMAGES * lanes and machine.avx2_at_most()
+    if few and by_rows.pays(weight, shape.before, pixels):
+        return by_products(by_rows.by_rows, input, weight, bias, shape)
+    if few and one_channel.pays(weight, bias):
+        return one_channel.convolve(input, weight, bias, shape.before, lanes)
     # A class that computes otherwise may add zeros of its own.
     alone = shape.unseen if torchs else input.shape[-2:].numel() <= FEW_PIXELS
     # With dilation where channels do not fill blocks of 16.
@@ -71,9 +81,9 @@ def convolve(layer: Any, compute: Callable[..., Tensor], input: Tensor, weight: 
     return compute(input, weight, bias)
 
 
-def on_small_maps(images: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
-    """A convolution whose weights' gradient is a product of matrices; for windows of one pixel, what comes out is one, too."""
-    if weight.shape[2:] == stride == (1, 1) and padding == (0, 0):
+def by_products(compute: Callable[..., None], images: Tensor, weight: Tensor, bias: Tensor | None, shape: "Shape") -> Tensor:
+    """A convolution whose weights' gradient is made of products of matrices; for windows of one pixel, what comes out is one, too."""
+    if weight.shape[2:] == shape.stride == (1, 1) and shape.before == (0, 0):
         # In one order, whoever made them: linear layers choose kernels by it. What leaves, and the gradient that the product by 1 makes,
         # are tensors of their own, as a convolution's: autograd adds others to a gradient in place, and FSDP's hooks want no view.
         pixels, kernels = (images * 1).permute(0, 2, 3, 1).contiguous(), weight.permute(0, 2, 3, 1).flatten(1)
@@ -82,7 +92,7 @@ def on_small_maps(images: Tensor, weight: Tensor, bias: Tensor | None, stride: P
     if torch.is_autocast_enabled("cpu") and images.dtype != torch.float64:
         number_format = torch.get_autocast_dtype("cpu")
         images = images.to(number_format)
-    found: Tensor = SmallMaps.apply(images, weight, bias, stride, padding, under_way.lanes)  # pyright: ignore
+    found: Tensor = ByProducts.apply(images, weight, bias, shape.stride, shape.before, compute, under_way.lanes)  # pyright: ignore
     return found
 
 
@@ -127,12 +137,12 @@ def pair(setting: Setting) -> Pair:
     return first, second
 
 
-class SmallMaps(torch.autograd.Function):
-    """A convolution; the gradient of its weights is one product of matrices, or one for each place in the window."""
+class ByProducts(torch.autograd.Function):
+    """A convolution; the gradient of its weights is one product of matrices, or one for each row or place of the window."""
 
     @staticmethod
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
-        ctx.stride, ctx.padding, ctx.lanes = given
+        ctx.stride, ctx.padding, ctx.compute, ctx.lanes = given
         ctx.dtype = weight.dtype
         if torch.is_autocast_enabled("cpu"):
             weight, bias = weight.to(images.dtype), None if bias is None else bias.to(images.dtype)
@@ -154,11 +164,10 @@ class SmallMaps(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 # As the weights lie.
                 of_weight = torch.empty_like(weight, dtype=ctx.dtype, memory_format=torch.channels_last)
-                compute = by_place if math.prod(weight.shape[:2]) >= MANY_WEIGHTS else by_window
-                compute(of_weight, one, some, ctx.stride, ctx.padding)
+                ctx.compute(of_weight, one, some, ctx.stride, ctx.padding)
             rows = one.permute(0, 2, 3, 1).flatten(0, 2)
             of_lanes.append([of_weight, rows.sum(0).to(ctx.dtype) if ctx.needs_input_grad[2] else None])
-        return of_images, *lanes_at_once.summed(of_lanes), None, None, None
+        return of_images, *lanes_at_once.summed(of_lanes), None, None, None, None
 
 
 def by_window(of_weight: Tensor, gradient: Tensor, images: Tensor, stride: Pair, padding: Pair) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.hardware.environment import CPU_SWITCHES, GPU_SWITCHES
-from pipeline.hardware.machine import INSTRUCTION_SETS, fast_bf16, fast_fp32_products
+from pipeline.hardware.machine import INSTRUCTION_SETS, avx2_at_most, fast_bf16, fast_fp32_products
 from tests.kit.driver import driver
 from tests.kit.experiment import ROOT, Experiment
 
@@ -87,6 +87,13 @@ def test_products_in_fp32_are_slow_on_amds_with_avx512_and_avx_vnni(flags: str, 
     assert fast_fp32_products(info) == fast
     # Or machines of one kind would compute otherwise.
     assert all(flag.startswith(INSTRUCTION_SETS) for flag in flags.split())
+
+
+@pytest.mark.parametrize(("flags", "so"), [("avx2 fma", True), ("avx2 avx512f", False), ("asimd", False)])
+def test_cpus_with_avx2_and_nothing_wider(flags: str, so: bool, tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"flags\t\t: fpu {flags} sse\n")
+    assert avx2_at_most(info) == so
 
 
 @pytest.mark.parametrize("code", [34, 100])

@@ -167,11 +167,11 @@ def test_maps_of_49_pixels_are_small_in_bf16_where_weights_are_many(channels: in
     replace_kernels(layer)
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         found = layer(torch.randn(2, 128, side, side))
-    assert (found.grad_fn.name() == "SmallMapsBackward") == ours
+    assert (found.grad_fn.name() == "ByProductsBackward") == ours
 
 
 def test_larger_maps_and_evaluations_keep_torchs_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(cpu_layers, "on_small_maps")
+    monkeypatch.delattr(cpu_layers, "by_products")
     layer, images = nn.Conv2d(6, 8, 3, padding=1), torch.randn(5, 6, 5, 5)
     expected = torch.autograd.grad(layer(images).square().sum(), layer.weight)[0]
     replace_kernels(layer)
@@ -211,7 +211,7 @@ def test_one_image_by_itself_trains_as_in_a_batch() -> None:
     layer, image = nn.Conv2d(16, 32, 3, 2, padding=1), torch.randn(16, 2, 2)
     replace_kernels(layer)
     found = layer(image)
-    assert found.grad_fn.next_functions[0][0].name() == layer(image[None]).grad_fn.name() == "SmallMapsBackward"
+    assert found.grad_fn.next_functions[0][0].name() == layer(image[None]).grad_fn.name() == "ByProductsBackward"
     alone, batch = (torch.autograd.grad(one.square().sum(), layer.weight)[0] for one in (found, layer(image[None])))
     assert torch.equal(alone, batch)
 

@@ -196,7 +196,7 @@ def test_where_products_are_slow_only_windows_of_one_pixel_are_products_in_fp32(
     model, images = models.build("resnet18", 1, 28, 10), torch.randn(32, 1, 28, 28)
     replace_kernels(model)
     assert not count(model, images)
-    assert [count(model, images, bf16, "SmallMapsBackward") for bf16 in (False, True)] == [1, 9]
+    assert [count(model, images, bf16, "ByProductsBackward") for bf16 in (False, True)] == [1, 9]
 
 
 @pytest.mark.parametrize(
