@@ -21,8 +21,9 @@ FEW_PIXELS = 16
 # Channels that leave times those that enter: so many make a product of matrices for each place in the window worth its call. In bf16 that
 # is faster than oneDNN for more pixels, too.
 MANY_WEIGHTS, FEW_FOR_MANY_WEIGHTS = 128 * 256, 49
-# In a lane. Of more, oneDNN computes weights' gradients in fp32 in less time with AVX2, too, where two ranks share a core.
-FEW_IMAGES = 32
+# In a lane. Of more, on two threads of one core, oneDNN's weights' gradients took less time in fp32 with AVX2, too; of fewer, those of a
+# lane that is computed alone.
+FEW_IMAGES = range(8, 33)
 OWN_OF_TORCH = nn.Conv2d._conv_forward  # pyright: ignore[reportPrivateUsage]
 Pair = tuple[int, int]
 Compute = Callable[..., Tensor]
@@ -65,7 +66,7 @@ def convolve(layer: Any, compute: Compute, small_lanes: bool, input: Tensor, wei
     pixels = math.prod(shape.made)
     if plain and pixels <= (FEW_FOR_MANY_WEIGHTS if many else FEW_PIXELS) and products_pay:
         return by_products(by_place if math.prod(weight.shape[:2]) >= MANY_WEIGHTS else by_window, input, weight, bias, shape)
-    few = small_lanes and full_products and len(input) <= FEW_IMAGES * lanes and machine.avx2_at_most()
+    few = small_lanes and full_products and len(input) // lanes in FEW_IMAGES and machine.avx2_at_most()
     if few and by_rows.pays(weight, shape.before, pixels):
         return by_products(by_rows.by_rows, input, weight, bias, shape)
     if few and one_channel.pays(weight, bias):

@@ -46,8 +46,9 @@ class OneChannel(torch.autograd.Function):
         parts = lanes_at_once.pieces(ctx.lanes, gradient, images)
         (both,) = lanes_at_once.summed([[product(one, some, ctx.settings[1])] for one, some in parts])
         assert both is not None
-        # Tensors of their own, as a convolution's.
-        return of_images, both[:-1].t().reshape(weight.shape), both[-1].clone(), None, None
+        # As the weights lie; and both are tensors of their own, as a convolution's.
+        of_weight = torch.empty_like(weight).copy_(both[:-1].t().reshape(weight.shape))
+        return of_images, of_weight, both[-1].clone(), None, None
 
 
 def product(gradient: Tensor, images: Tensor, padding: Pair) -> Tensor:

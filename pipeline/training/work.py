@@ -83,7 +83,7 @@ def build_model(job: Job, manifest: store.Manifest, device: torch.device) -> nn.
     torch.manual_seed(draw_seed(job.config.seed, "weights"))
     model = models.of(job.config.model, channels, side, manifest.num_classes)
     if device.type == "cpu":
-        # On one rank `native` is the loop that everyone writes, to its bits, in small micro-batches, too.
+        # On one rank `native` trains LeNet as the loop that everyone writes does, to its bits, in small micro-batches, too.
         cpu_layers.replace_kernels(model, small_lanes=job.config.dist.reduction == "ordered")
     return model.to(device=device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue, reportUnknownVariableType]
 

@@ -34,6 +34,7 @@ LAYERS: dict[str, tuple[nn.Conv2d, int, str]] = {
     "2 by 6": (nn.Conv2d(8, 48, (2, 6)), 10, "ByProductsBackward"),
     "a window as wide as images": (nn.Conv2d(4, 48, (3, 20)), 20, "ByProductsBackward"),
     "one channel": (nn.Conv2d(1, 20, 3), 28, "OneChannelBackward"),
+    "one channel, rows of 17": (nn.Conv2d(1, 17, 3, padding=1), 9, "OneChannelBackward"),
     "one channel with a border": (nn.Conv2d(1, 16, 3, padding=(2, 1)), 9, "OneChannelBackward"),
 }
 
@@ -45,7 +46,7 @@ def layer_of(name: str) -> tuple[nn.Conv2d, Tensor, str]:
     layer = copy.deepcopy(layer).to(memory_format=torch.channels_last)  # pyright: ignore
     layer.reset_parameters()
     replace_kernels(layer)
-    images = torch.randn(24, layer.in_channels, side, side).contiguous(memory_format=torch.channels_last)
+    images = torch.randn(32, layer.in_channels, side, side).contiguous(memory_format=torch.channels_last)
     return layer, images, function
 
 
@@ -73,9 +74,8 @@ def test_they_are_nearly_as_exact_as_torchs_own(name: str) -> None:
     exact = gradients(F.conv2d(*doubles, padding=layer.padding), doubles)
     for one, another, double in zip(own, other, exact, strict=True):
         assert (one - double).norm() <= 2 * (another - double).norm() + 1e-7 * double.norm()
-    layer(images).sum().backward()
     # DDP copies a gradient that lies otherwise than its bucket.
-    assert all(one is not None and one.stride() == of.stride() for one, of in zip(grads(layer), layer.parameters(), strict=True))
+    assert all(one.stride() == of.stride() for one, of in zip(own[2:], layer.parameters(), strict=True))
 
 
 @pytest.mark.usefixtures("bytes_at_once")
@@ -99,7 +99,7 @@ def test_lanes_at_once_have_the_bits_of_each_by_itself(name: str) -> None:
     layer, images, _ = layer_of(name)
     arrived = torch.randn(layer(images).shape).contiguous(memory_format=torch.channels_last)
     lanes = zip(images.chunk(4), arrived.chunk(4), strict=True)
-    alone = [torch.autograd.grad(layer(some), list(layer.parameters()), one) for some, one in lanes]
+    alone = [torch.autograd.grad(layer(some.clone()), list(layer.parameters()), one.clone()) for some, one in lanes]
     expected = [(first + second) + (third + fourth) for first, second, third, fourth in zip(*alone, strict=True)]
     with at_once([draws(images.device)] * 4):
         found = torch.autograd.grad(layer(images), list(layer.parameters()), arrived)
@@ -169,7 +169,8 @@ def test_compiled_ones_have_the_bits_of_eager_ones(name: str) -> None:
 )
 def test_they_are_for_what_was_measured(layer: nn.Conv2d, side: int, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_kernels(layer)
-    images = torch.randn(2, layer.in_channels, side, side)
+    images = torch.randn(8, layer.in_channels, side, side)
+    assert layer(images[:7]).grad_fn.name() == "ConvolutionBackward0"
     assert layer(images).grad_fn.name().removesuffix("0").removesuffix("Backward") == function
     many = torch.randn(33, layer.in_channels, side, side)
     assert layer(many[:32]).grad_fn.name().removesuffix("0").removesuffix("Backward") == function
@@ -186,7 +187,7 @@ def test_maps_of_few_pixels_keep_their_way(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delattr(cpu_layers, "by_rows")
     layer = nn.Conv2d(20, 50, 5)
     replace_kernels(layer)
-    assert layer(torch.randn(2, 20, 8, 8)).grad_fn.name() == "ByProductsBackward"
+    assert layer(torch.randn(8, 20, 8, 8)).grad_fn.name() == "ByProductsBackward"
 
 
 @pytest.mark.parametrize("reduction", ["ordered", "native"])
@@ -194,7 +195,7 @@ def test_lenet_trains_so_but_not_as_a_plain_loop(reduction: str, tmp_path: Path)
     lanes = {} if reduction == "ordered" else {"dist__lanes": None}
     job = make_job(tmp_path, model__name="lenet", dist__reduction=reduction, **lanes)
     model = build_model(job, read_manifest(job.prepared), torch.device("cpu"))
-    nodes: list[Any] = [model(torch.randn(2, 1, 28, 28)).grad_fn]
+    nodes: list[Any] = [model(torch.randn(8, 1, 28, 28)).grad_fn]
     seen: set[str] = set()
     while nodes:
         node = nodes.pop()
