@@ -1,4 +1,4 @@
-"""Convolutions of grey images on CPUs: one product of matrices makes the gradients of their weights and bias."""
+"""Convolutions of grey images on CPUs: a product of matrices for each makes the gradients of weights and bias."""
 
 from typing import Any
 
