@@ -66,7 +66,8 @@ def convolve(layer: Any, compute: Compute, small_lanes: bool, input: Tensor, wei
     pixels = math.prod(shape.made)
     if plain and pixels <= (FEW_FOR_MANY_WEIGHTS if many else FEW_PIXELS) and products_pay:
         return by_products(by_place if math.prod(weight.shape[:2]) >= MANY_WEIGHTS else by_window, input, weight, bias, shape)
-    few = small_lanes and full_products and len(input) // lanes in FEW_IMAGES and machine.avx2_at_most()
+    # Compared, as torch.compile cannot look for a number of its own in a range.
+    few = small_lanes and full_products and FEW_IMAGES.start <= len(input) // lanes < FEW_IMAGES.stop and machine.avx2_at_most()
     if few and by_rows.pays(weight, shape.before, pixels):
         return by_products(by_rows.by_rows, input, weight, bias, shape)
     if few and one_channel.pays(weight, bias):
