@@ -71,7 +71,7 @@ def convolve(layer: Any, compute: Compute, small_lanes: bool, input: Tensor, wei
     if few and by_rows.pays(weight, shape.before, pixels):
         return by_products(by_rows.by_rows, input, weight, bias, shape)
     if few and one_channel.pays(weight, bias):
-        return one_channel.convolve(input, weight, bias, shape.before, lanes)
+        return by_products(one_channel.by_image, input, weight, bias, shape)
     # A class that computes otherwise may add zeros of its own.
     alone = shape.unseen if torchs else input.shape[-2:].numel() <= FEW_PIXELS
     # With dilation where channels do not fill blocks of 16.
@@ -83,7 +83,7 @@ def convolve(layer: Any, compute: Compute, small_lanes: bool, input: Tensor, wei
     return compute(input, weight, bias)
 
 
-def by_products(compute: Callable[..., None], images: Tensor, weight: Tensor, bias: Tensor | None, shape: "Shape") -> Tensor:
+def by_products(compute: Callable[..., Tensor | None], images: Tensor, weight: Tensor, bias: Tensor | None, shape: "Shape") -> Tensor:
     """A convolution whose weights' gradient is made of products of matrices; for windows of one pixel, what comes out is one, too."""
     if weight.shape[2:] == shape.stride == (1, 1) and shape.before == (0, 0):
         # In one order, whoever made them: linear layers choose kernels by it. What leaves, and the gradient that the product by 1 makes,
@@ -157,18 +157,18 @@ class ByProducts(torch.autograd.Function):
         images, weight = ctx.saved_tensors
         # In one order, whoever made it: sums go by it.
         gradient = gradient.contiguous(memory_format=torch.channels_last)
-        of_images: Tensor | None = None
-        if ctx.needs_input_grad[0]:
-            of_images = lanes_at_once.gradients_of_images(gradient, images, weight, ctx.settings, ctx.lanes)
+        rest = images, weight, ctx.settings, ctx.lanes
+        of_images = lanes_at_once.gradients_of_images(gradient, *rest) if ctx.needs_input_grad[0] else None
         of_lanes: list[list[Tensor | None]] = []
         for one, some in lanes_at_once.pieces(ctx.lanes, gradient, images):
-            of_weight: Tensor | None = None
+            of_weight = of_bias = None
             if ctx.needs_input_grad[1]:
                 # As the weights lie.
                 of_weight = torch.empty_like(weight, dtype=ctx.dtype, memory_format=torch.channels_last)
-                ctx.compute(of_weight, one, some, ctx.stride, ctx.padding)
-            rows = one.permute(0, 2, 3, 1).flatten(0, 2)
-            of_lanes.append([of_weight, rows.sum(0).to(ctx.dtype) if ctx.needs_input_grad[2] else None])
+                of_bias = ctx.compute(of_weight, one, some, ctx.stride, ctx.padding)
+            if of_bias is None and ctx.needs_input_grad[2]:
+                of_bias = one.permute(0, 2, 3, 1).flatten(0, 2).sum(0).to(ctx.dtype)
+            of_lanes.append([of_weight, of_bias])
         return of_images, *lanes_at_once.summed(of_lanes), None, None, None, None
 
 
