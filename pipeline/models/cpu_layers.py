@@ -241,10 +241,10 @@ class AveragePool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
         # torch's own adds to zero, which makes 0 of -0.
-        shares = (gradient / ctx.side**2 + 0.0).contiguous(memory_format=ctx.order)
-        copies = torch.ops.aten.upsample_nearest2d(shares, ctx.shape, float(ctx.side), float(ctx.side))
+        shares = torch.add(gradient.new_zeros(()), gradient, alpha=1 / ctx.side**2)
         # Rows and columns that fill no window.
-        for dimension, length in zip((2, 3), ctx.shape, strict=True):
-            if rest := length % ctx.side:
-                copies.narrow(dimension, length - rest, rest).zero_()
-        return copies, None
+        below, beside = (min(length % ctx.side, 1) for length in ctx.shape)
+        if below or beside:
+            shares = F.pad(shares, (0, beside, 0, below))
+        factors = float(ctx.side), float(ctx.side)
+        return torch.ops.aten.upsample_nearest2d(shares.contiguous(memory_format=ctx.order), ctx.shape, *factors), None

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,17 @@ def test_an_average_pool_takes_one_image_too() -> None:
     assert torch.equal(pool(input=image), F.avg_pool2d(image, 2))
     pool(image).sum().backward()
     assert torch.equal(image.grad, torch.full((3, 4, 4), 0.25))
+
+
+def test_compiled_average_pools_have_the_bits_of_eager_ones() -> None:
+    pool = nn.AvgPool2d(2)
+    replace_kernels(pool)
+    torch.compiler.reset()
+    compiled: Any = torch.compile(pool, backend="aot_eager", fullgraph=True)
+    for rows, columns in ((8, 8), (9, 7), (5, 6)):
+        images = torch.randn(3, 5, rows, columns, requires_grad=True)
+        expected, found = (torch.autograd.grad(one(images).square().sum(), images) for one in (pool, compiled))
+        assert all(map(torch.equal, expected, found))
 
 
 def test_a_pool_whose_forward_was_replaced_keeps_it() -> None:
