@@ -57,7 +57,7 @@ def build(
     """A strategy and its optimizer, as the product builds them, for the same batch on every rank, in so many lanes."""
     torch.manual_seed(1)
     model = models.build(model_name, 1, 28, 10).to(memory_format=torch.channels_last)
-    replace_kernels(model, small_lanes=settings.get("reduction") != "native")
+    replace_kernels(model, weights_by_products=settings.get("reduction") != "native")
     images = len(batch[1])
     lanes, size = Lanes([per_rank] * group.size, group.rank, images * group.size), images // per_rank
     bf16 = machine.detect().fast_bf16_on_cpu

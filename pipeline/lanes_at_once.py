@@ -18,6 +18,9 @@ from torch.nn import functional as F
 from pipeline import order_of_sums
 from pipeline.order_of_sums import Settings, form, gradient_of_images, joined, pieces
 
+# Gradients of each lane; None of what needs none.
+OfLanes = list[list[Tensor | None]]
+
 
 class UnderWay(threading.local):
     """The lanes that are computed at once."""
@@ -86,7 +89,7 @@ def prepare(model: nn.Module) -> None:
             layer.forward = partial(replacement, layer, layer.forward)
 
 
-def summed(of_lanes: list[list[Tensor | None]]) -> list[Tensor | None]:
+def summed(of_lanes: OfLanes) -> list[Tensor | None]:
     """What was computed of each lane, added up in their tree; their number is a power of two."""
     while len(of_lanes) > 1:
         left, right = ([one for lane in side for one in lane if one is not None] for side in (of_lanes[::2], of_lanes[1::2]))
@@ -145,7 +148,7 @@ class Convolution(torch.autograd.Function):
         order = torch.channels_last if images.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
         gradient = gradient.contiguous(memory_format=order)
         made = gradients_of_images(gradient, images, weight, ctx.settings, ctx.lanes) if of_images else None
-        of_lanes: list[list[Tensor | None]] = [[None, None]]
+        of_lanes: OfLanes = [[None, None]]
         if of_weight or of_bias:
             stride, padding, dilation, groups = ctx.settings
             rest = [len(weight)] if of_bias else None, stride, padding, dilation, False, (0, 0), groups, (False, of_weight, of_bias)
@@ -186,7 +189,7 @@ class Linear(torch.autograd.Function):
         flat = gradient.flatten(0, -2)
         alike = of_rows and order_of_sums.gradients_of_rows_alike(flat.shape, weight.shape, flat.dtype, ctx.lanes)
         made = [part.mm(weight) for (part,) in pieces(1 if alike else ctx.lanes, flat)] if of_rows else []
-        of_lanes: list[list[Tensor | None]] = []
+        of_lanes: OfLanes = []
         for gradients, some in pieces(ctx.lanes, flat, rows.flatten(0, -2)):
             one = cast(gradients.t().mm(some), ctx.dtype) if of_weight else None
             of_lanes.append([one, cast(gradients.sum(0), ctx.dtype) if of_bias else None])

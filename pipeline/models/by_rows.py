@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from pipeline.lanes_at_once import OfLanes
+
 # What the products of so many images read stays in the caches.
 BYTES_AT_ONCE = 3 << 19
 # Values in a row of a window, channels that leave and pixels: with fewer of the first two, or with more pixels, oneDNN was as fast.
@@ -15,23 +17,34 @@ def pays(weight: Tensor, padding: tuple[int, int], pixels: int) -> bool:
     return padding == (0, 0) and pixels <= PIXELS and height > 1 and channels * width >= ENTERING and leaving >= LEAVING
 
 
-def by_rows(of_weight: Tensor, gradient: Tensor, images: Tensor, *_: object) -> None:
+def by_rows(gradient: Tensor, images: Tensor, window: tuple[int, int], _: object, lanes: int, biased: bool) -> OfLanes:
     """One for each row, of a few images at a time."""
-    leaving, channels, height, width = of_weight.shape
-    made_height, made_width = gradient.shape[2:]
+    (height, width), (leaving, _, made_width) = window, gradient.shape[1:]
     # In one order, as the gradient is, whoever made them: sums go by it.
     entering = images.contiguous(memory_format=torch.channels_last)
-    values = width * channels
-    size = max(1, BYTES_AT_ONCE // (entering.element_size() * images.shape[2] * made_width * values))
-    total: Tensor | None = None
-    for one, some in zip(gradient.split(size), entering.split(size), strict=True):
-        image, down, across = some.stride(0), some.stride(2), some.stride(3)
-        # What a row of the window sees in each place; rows of images lie one behind another, so that those that it passes are one block.
-        strips = some.as_strided((images.shape[2], len(some), made_width, values), (down, image, across, 1)).contiguous()
-        pixels = made_height * len(some) * made_width
-        blocks = strips.as_strided((height, pixels, values), (len(some) * made_width * values, values, 1))
-        rows = one.permute(2, 0, 3, 1).reshape(pixels, leaving).t().expand(height, leaving, pixels)
+    (count, channels, side, _), (image, _, down, across) = entering.shape, entering.stride()
+    values, of_lane = width * channels, count // lanes
+    most = max(1, BYTES_AT_ONCE // (entering.element_size() * side * made_width * values))
+    size = -(-of_lane // -(-of_lane // most))
+    parts = [min(size, of_lane - at) for at in range(0, of_lane, size)]
+    # What a row of the window sees in each place; rows of images lie one behind another, so that those that it passes are one block.
+    seen = entering.as_strided((side, count, made_width, values), (down, image, across, 1))
+    cut = (one.split(parts * lanes, 1) for one in (seen, gradient.permute(2, 0, 3, 1)))
+    products: list[Tensor] = []
+    biases: list[Tensor | None] = []
+    for number, (some, one) in enumerate(zip(*cut, strict=True)):
+        # Copies, which begin as tensors of their own do: products may round by where they begin.
+        strips, rows = some.contiguous(), one.clone(memory_format=torch.contiguous_format).view(-1, leaving)
+        # While they are in the caches.
+        bias = rows.sum(0) if biased else None
+        blocks = strips.as_strided((height, len(rows), values), (some.shape[1] * made_width * values, values, 1))
+        matrices = rows.t().expand(height, leaving, len(rows))
         # As a batch MKL computes the products faster than one after another.
-        total = torch.bmm(rows, blocks) if total is None else total.baddbmm_(rows, blocks)
-    assert total is not None
-    of_weight.permute(0, 2, 3, 1).copy_(total.view(height, leaving, width, channels).transpose(0, 1))
+        if number % len(parts) == 0:
+            products.append(torch.bmm(matrices, blocks))
+            biases.append(bias)
+        else:
+            products[-1].baddbmm_(matrices, blocks)
+            biases[-1] = None if bias is None else biases[-1] + bias
+    in_order = (one.unflatten(2, (width, channels)).permute(1, 3, 0, 2) for one in products)
+    return [list(of_one) for of_one in zip(in_order, biases, strict=True)]

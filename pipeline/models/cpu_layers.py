@@ -1,6 +1,5 @@
 """Layers that torch's own kernels train slowly or wrongly on CPUs, and how they are computed there instead."""
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,35 +12,37 @@ from torch.nn import functional as F
 
 from pipeline import lanes_at_once
 from pipeline.hardware import machine
-from pipeline.lanes_at_once import under_way
-from pipeline.models import by_rows, one_channel, winograd
+from pipeline.lanes_at_once import OfLanes, under_way
+from pipeline.models import by_rows, one_channel, small_maps, winograd
 
 # For so few pixels oneDNN's calls cost more than their arithmetic; it seems to pass over the whole gradient of the weights for every image.
 FEW_PIXELS = 16
 # Channels that leave times those that enter: so many make a product of matrices for each place in the window worth its call. In bf16 that
 # is faster than oneDNN for more pixels, too.
 MANY_WEIGHTS, FEW_FOR_MANY_WEIGHTS = 128 * 256, 49
-# In a lane. Of more, on two threads of one core, oneDNN's weights' gradients took less time in fp32 with AVX2, too; of fewer, those of a
-# lane that is computed alone.
-FEW_IMAGES = range(8, 33)
+# In a lane: of fewer, one that is computed alone trained no faster.
+FEWEST_IMAGES = 8
 OWN_OF_TORCH = nn.Conv2d._conv_forward  # pyright: ignore[reportPrivateUsage]
 Pair = tuple[int, int]
 Compute = Callable[..., Tensor]
 Setting = int | tuple[int, ...]
 
 
-def replace_kernels(model: nn.Module, small_lanes: bool = True) -> None:
-    """Let convolutions and average pools compute otherwise where that is faster, or right; the layers' types, names and weights stay."""
+def replace_kernels(model: nn.Module, weights_by_products: bool = True) -> None:
+    """Let convolutions and average pools compute otherwise where that is faster, or right; the layers' types, names and weights stay.
+
+    Without `weights_by_products` those stay torch's that would change on CPUs with AVX2 alone.
+    """
     layers: list[Any] = list(model.modules())
     for layer in layers:
         if isinstance(layer, nn.Conv2d):
-            # Within the layer's own forward, which others may replace. Without small_lanes few images have the kernels of many.
-            layer._conv_forward = partial(convolve, layer, layer._conv_forward, small_lanes)  # pyright: ignore
+            # Within the layer's own forward, which others may replace.
+            layer._conv_forward = partial(convolve, layer, layer._conv_forward, weights_by_products)  # pyright: ignore
         elif type(layer) is nn.AvgPool2d and "forward" not in vars(layer) and (side := window_side(layer)):
             layer.forward = partial(average_pool, side)
 
 
-def convolve(layer: Any, compute: Compute, small_lanes: bool, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: A002
+def convolve(layer: Any, compute: Compute, products: bool, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: A002
     """Train as is fastest for maps of that size on this kind of CPU; and in fp32 where oneDNN's bf16 is slow or wrong."""
     # Weights of a layer in eval mode may get gradients, too.
     trains = layer.training or (torch.is_grad_enabled() and weight.requires_grad)
@@ -51,7 +52,7 @@ def convolve(layer: Any, compute: Compute, small_lanes: bool, input: Tensor, wei
     if under_way.lanes > 1:
         compute = partial(lanes_at_once.convolve, layer)
     if torchs and input.ndim == 3:
-        return convolve(layer, compute, small_lanes, input[None], weight, bias)[0]
+        return convolve(layer, compute, products, input[None], weight, bias)[0]
     settings = (tuple(one) if isinstance(one, list) else one for one in (layer.stride, layer.dilation, layer.padding))
     shape = shape_of(input.shape[-2:], weight.shape[-2:], *settings)
     plain = torchs and shape.plain and layer.groups == 1
@@ -65,12 +66,12 @@ def convolve(layer: Any, compute: Compute, small_lanes: bool, input: Tensor, wei
     many = not full and weight.shape[2:] != (1, 1) and math.prod(weight.shape[:2]) >= MANY_WEIGHTS
     pixels = math.prod(shape.made)
     if plain and pixels <= (FEW_FOR_MANY_WEIGHTS if many else FEW_PIXELS) and products_pay:
-        return by_products(by_place if math.prod(weight.shape[:2]) >= MANY_WEIGHTS else by_window, input, weight, bias, shape)
-    # Compared, as torch.compile cannot look for a number of its own in a range.
-    few = small_lanes and full_products and FEW_IMAGES.start <= len(input) // lanes < FEW_IMAGES.stop and machine.avx2_at_most()
-    if few and by_rows.pays(weight, shape.before, pixels):
+        many = math.prod(weight.shape[:2]) >= MANY_WEIGHTS
+        return by_products(small_maps.by_place if many else small_maps.by_window, input, weight, bias, shape)
+    many_products = products and full_products and len(input) // lanes >= FEWEST_IMAGES and machine.avx2_at_most()
+    if many_products and by_rows.pays(weight, shape.before, pixels):
         return by_products(by_rows.by_rows, input, weight, bias, shape)
-    if few and one_channel.pays(weight, bias):
+    if many_products and one_channel.pays(weight, bias):
         return by_products(one_channel.by_image, input, weight, bias, shape)
     # A class that computes otherwise may add zeros of its own.
     alone = shape.unseen if torchs else input.shape[-2:].numel() <= FEW_PIXELS
@@ -83,7 +84,7 @@ def convolve(layer: Any, compute: Compute, small_lanes: bool, input: Tensor, wei
     return compute(input, weight, bias)
 
 
-def by_products(compute: Callable[..., Tensor | None], images: Tensor, weight: Tensor, bias: Tensor | None, shape: "Shape") -> Tensor:
+def by_products(compute: Callable[..., OfLanes], images: Tensor, weight: Tensor, bias: Tensor | None, shape: "Shape") -> Tensor:
     """A convolution whose weights' gradient is made of products of matrices; for windows of one pixel, what comes out is one, too."""
     if weight.shape[2:] == shape.stride == (1, 1) and shape.before == (0, 0):
         # In one order, whoever made them: linear layers choose kernels by it. What leaves, and the gradient that the product by 1 makes,
@@ -159,61 +160,17 @@ class ByProducts(torch.autograd.Function):
         gradient = gradient.contiguous(memory_format=torch.channels_last)
         rest = images, weight, ctx.settings, ctx.lanes
         of_images = lanes_at_once.gradients_of_images(gradient, *rest) if ctx.needs_input_grad[0] else None
-        of_lanes: list[list[Tensor | None]] = []
-        for one, some in lanes_at_once.pieces(ctx.lanes, gradient, images):
-            of_weight = of_bias = None
-            if ctx.needs_input_grad[1]:
-                # As the weights lie.
-                of_weight = torch.empty_like(weight, dtype=ctx.dtype, memory_format=torch.channels_last)
-                of_bias = ctx.compute(of_weight, one, some, ctx.stride, ctx.padding)
-            if of_bias is None and ctx.needs_input_grad[2]:
-                of_bias = one.permute(0, 2, 3, 1).flatten(0, 2).sum(0).to(ctx.dtype)
-            of_lanes.append([of_weight, of_bias])
-        return of_images, *lanes_at_once.summed(of_lanes), None, None, None, None
-
-
-def by_window(of_weight: Tensor, gradient: Tensor, images: Tensor, stride: Pair, padding: Pair) -> None:
-    """One product: of the gradients of outputs and the pixels that each is made of."""
-    (down, across), (height, width) = stride, padding
-    bordered = F.pad(images.permute(0, 2, 3, 1), (0, 0, width, width, height, height))
-    number, row, column, channel = bordered.stride()
-    order = of_weight.permute(0, 2, 3, 1)
-    shape = (len(images), *gradient.shape[2:], *order.shape[1:])
-    windows = bordered.as_strided(shape, (number, row * down, column * across, row, column, channel))
-    leaving = gradient.permute(0, 2, 3, 1).flatten(0, 2)
-    order.copy_((leaving.t() @ windows.reshape(len(leaving), order[0].numel())).view(order.shape))
-
-
-def by_place(of_weight: Tensor, gradient: Tensor, images: Tensor, stride: Pair, padding: Pair) -> None:
-    """A product for each place in the window, without the zeros around images."""
-    # In one order, as the gradient is, whoever made them: sums go by it.
-    entering, leaving = images.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1), gradient.permute(0, 2, 3, 1)
-    order = of_weight.permute(0, 2, 3, 1)
-    downs, acrosses = map(inside, order.shape[1:3], entering.shape[1:3], leaving.shape[1:3], stride, padding)
-    pairs = (
-        (leaving[:, made_down, made_across].flatten(0, 2).t(), entering[:, down, across].flatten(0, 2))
-        for (made_down, down), (made_across, across) in itertools.product(downs, acrosses)
-    )
-    if torch.is_grad_enabled():
-        # With create_graph=True autograd records this; it cannot record `out=`.
-        found = torch.stack([one @ other for one, other in pairs])
-    else:
-        found = gradient.new_empty(len(downs) * len(acrosses), len(of_weight), order.shape[3])
-        for product, (one, other) in zip(found, pairs, strict=True):
-            torch.mm(one, other, out=product)
-    # In one go, in the order of the weights.
-    order.copy_(found.transpose(0, 1).view(order.shape))
-
-
-@cache
-def inside(window: int, length: int, made: int, stride: int, zeros: int) -> list[tuple[slice, slice]]:
-    """Along one side, for each place in the window: the outputs for which it lies within the images, and the pixels there."""
-    found: list[tuple[slice, slice]] = []
-    for place in range(window):
-        first, end = max(0, -(-(zeros - place) // stride)), min(made, (length - 1 + zeros - place) // stride + 1)
-        at, some = first * stride + place - zeros, max(0, end - first)
-        found.append((slice(first, first + some), slice(at, at + some * stride, stride)))
-    return found
+        of_weight: Any = None
+        of_bias: Tensor | None = None
+        if any(ctx.needs_input_grad[1:3]):
+            # As the weights lie.
+            own: Callable[[], Any] = partial(torch.empty_like, weight, dtype=ctx.dtype, memory_format=torch.channels_last)
+            of_lanes = ctx.compute(gradient, images, weight.shape[2:], ctx.settings[:2], ctx.lanes, ctx.needs_input_grad[2])
+            if gradient.dtype != ctx.dtype:
+                of_lanes = [[own().copy_(one), lanes_at_once.cast(bias, ctx.dtype)] for one, bias in of_lanes]
+            of_weight, of_bias = lanes_at_once.summed(of_lanes)
+            of_weight = own().copy_(of_weight) if gradient.dtype == ctx.dtype else of_weight
+        return of_images, of_weight, of_bias, None, None, None, None
 
 
 def window_side(pool: nn.AvgPool2d) -> int:

@@ -84,7 +84,7 @@ def build_model(job: Job, manifest: store.Manifest, device: torch.device) -> nn.
     model = models.of(job.config.model, channels, side, manifest.num_classes)
     if device.type == "cpu":
         # On one rank `native` trains LeNet as the loop that everyone writes does, to its bits, in small micro-batches, too.
-        cpu_layers.replace_kernels(model, small_lanes=job.config.dist.reduction == "ordered")
+        cpu_layers.replace_kernels(model, weights_by_products=job.config.dist.reduction == "ordered")
     return model.to(device=device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue, reportUnknownVariableType]
 
 

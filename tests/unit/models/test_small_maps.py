@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.hardware import machine
-from pipeline.models import cpu_layers
+from pipeline.models import cpu_layers, small_maps
 from pipeline.models.cpu_layers import replace_kernels
 from pipeline.parallel.layouts import keep_layouts
 
@@ -24,7 +24,7 @@ def fast_fp32_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     by_place = request.param == "by_place"
     monkeypatch.setattr(cpu_layers, "MANY_WEIGHTS", 1 if by_place else sys.maxsize)
-    monkeypatch.delattr(cpu_layers, "by_window" if by_place else "by_place")
+    monkeypatch.delattr(small_maps, "by_window" if by_place else "by_place")
 
 
 SMALL: dict[str, tuple[nn.Conv2d, tuple[int, int]]] = {
