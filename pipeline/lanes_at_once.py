@@ -1,7 +1,7 @@
 """Layers through which several lanes of a rank go at once, to the bits of one lane after another.
 
 The images of all lanes go through a layer in one piece, where its kernels then sum up in the same order. What is summed over images is
-computed lane by lane: gradients of weights, which are added up in the tree of lanes, and BatchNorm's statistics. Dropout draws each lane's
+summed lane by lane: gradients of weights, which are added up in the tree of lanes, and BatchNorm's statistics. Dropout draws each lane's
 own numbers.
 """
 

@@ -34,7 +34,8 @@ def by_rows(gradient: Tensor, images: Tensor, window: tuple[int, int], _: object
     biases: list[Tensor | None] = []
     for number, (some, one) in enumerate(zip(*cut, strict=True)):
         # Copies, which begin as tensors of their own do: products may round by where they begin.
-        strips, rows = some.contiguous(), one.clone(memory_format=torch.contiguous_format).view(-1, leaving)
+        strips, rows = (of.clone(memory_format=torch.contiguous_format) for of in (some, one))
+        rows = rows.view(-1, leaving)
         # While they are in the caches.
         bias = rows.sum(0) if biased else None
         blocks = strips.as_strided((height, len(rows), values), (some.shape[1] * made_width * values, values, 1))

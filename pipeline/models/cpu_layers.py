@@ -141,7 +141,7 @@ def pair(setting: Setting) -> Pair:
 
 
 class ByProducts(torch.autograd.Function):
-    """A convolution; the gradient of its weights is one product of matrices, or one for each row or place of the window."""
+    """A convolution; the gradient of its weights is one product of matrices, or one for each image, or row or place of the window."""
 
     @staticmethod
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
@@ -162,7 +162,7 @@ class ByProducts(torch.autograd.Function):
         of_images = lanes_at_once.gradients_of_images(gradient, *rest) if ctx.needs_input_grad[0] else None
         of_weight: Any = None
         of_bias: Tensor | None = None
-        if any(ctx.needs_input_grad[1:3]):
+        if ctx.needs_input_grad[1]:
             # As the weights lie.
             own: Callable[[], Any] = partial(torch.empty_like, weight, dtype=ctx.dtype, memory_format=torch.channels_last)
             of_lanes = ctx.compute(gradient, images, weight.shape[2:], ctx.settings[:2], ctx.lanes, ctx.needs_input_grad[2])
@@ -170,6 +170,9 @@ class ByProducts(torch.autograd.Function):
                 of_lanes = [[own().copy_(one), lanes_at_once.cast(bias, ctx.dtype)] for one, bias in of_lanes]
             of_weight, of_bias = lanes_at_once.summed(of_lanes)
             of_weight = own().copy_(of_weight) if gradient.dtype == ctx.dtype else of_weight
+        elif ctx.needs_input_grad[2]:
+            parts = lanes_at_once.pieces(ctx.lanes, gradient)
+            (of_bias,) = lanes_at_once.summed([[one.permute(0, 2, 3, 1).flatten(0, 2).sum(0).to(ctx.dtype)] for (one,) in parts])
         return of_images, of_weight, of_bias, None, None, None, None
 
 
@@ -198,7 +201,7 @@ class AveragePool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
         # torch's own adds to zero, which makes 0 of -0.
-        shares = torch.add(gradient.new_zeros(()), gradient, alpha=1 / ctx.side**2)
+        shares = gradient / ctx.side**2 + 0.0
         # Rows and columns that fill no window.
         below, beside = (min(length % ctx.side, 1) for length in ctx.shape)
         if below or beside:

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.lanes_at_once import OfLanes, summed
+from pipeline.lanes_at_once import OfLanes
 from pipeline.order_of_sums import ALIGNED_BYTES
 
 # With fewer channels that leave, or with larger windows, oneDNN is as fast; and without a bias, which takes it half as long again.
 CHANNELS, WINDOW = 16, (3, 3)
+# Of what places see: a few images are enough, and many would take memory.
 BYTES_AT_ONCE = 1 << 22
 Pair = tuple[int, int]
 
@@ -25,8 +26,6 @@ def by_image(gradient: Tensor, images: Tensor, window: Pair, settings: tuple[Pai
     above, before = settings[1]
     bordered = (F.pad(images, (before, before, above, above)) if above or before else images).contiguous()
     rows, made = gradient.permute(0, 2, 3, 1).flatten(1, 2), gradient.shape[2:]
-    if rows.stride(0) * rows.element_size() % ALIGNED_BYTES:
-        rows = apart(rows, rows.shape).copy_(rows)
     (count, pixels, leaving), places = rows.shape, math.prod(window)
     size = max(1, BYTES_AT_ONCE // ((places + 1) * pixels * images.element_size()))
     products: list[Tensor] = []
@@ -38,11 +37,12 @@ def by_image(gradient: Tensor, images: Tensor, window: Pair, settings: tuple[Pai
         of_places = some.as_strided((len(some), *window, *made), (image, row, column, row, column))
         seen[:, :places].view(of_places.shape).copy_(of_places)
         seen[:, places].fill_(1)
-        products.append(torch.bmm(seen, one))
+        aligned = one.stride(0) * one.element_size() % ALIGNED_BYTES == 0
+        products.append(torch.bmm(seen, one if aligned else apart(one, one.shape).copy_(one)))
     of_lanes = torch.cat(products).view(lanes, count // lanes, places + 1, leaving).sum(1)
-    (both,) = summed([[one] for one in of_lanes])
-    assert both is not None
-    return [[both[:-1].t().view(leaving, 1, *window), both[-1].clone()]]
+    # By number, as autograd lets nobody add to what is iterated over. A bias's gradient is a tensor of its own.
+    both = (of_lanes[lane] for lane in range(lanes))
+    return [[one[:-1].t().view(leaving, 1, *window), one[-1].clone()] for one in both]
 
 
 def apart(like: Tensor, shape: tuple[int, ...]) -> Tensor:

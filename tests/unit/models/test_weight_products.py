@@ -62,7 +62,8 @@ def gradients(found: Tensor, leaves: list[Tensor], seed: int = 2) -> list[Tensor
 
 @pytest.fixture(params=[1, 100_000, by_rows.BYTES_AT_ONCE])
 def bytes_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_rows, "BYTES_AT_ONCE", request.param)
+    for one in (by_rows, one_channel):
+        monkeypatch.setattr(one, "BYTES_AT_ONCE", request.param)
 
 
 @pytest.mark.usefixtures("bytes_at_once")
@@ -109,6 +110,9 @@ def test_lanes_at_once_have_the_bits_of_each_by_itself(name: str) -> None:
     with at_once([draws(images.device)] * 4):
         found = torch.autograd.grad(layer(images), list(layer.parameters()), arrived)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    with at_once([draws(images.device)] * 4):
+        recorded = torch.autograd.grad(layer(images), list(layer.parameters()), arrived, create_graph=True)
+    assert all(torch.equal(one, other) for one, other in zip(recorded, expected, strict=True))
 
 
 def rows(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -152,7 +156,7 @@ def test_compiled_ones_have_the_bits_of_eager_ones(name: str) -> None:
     layer, images, _ = layer_of(name)
     torch.compiler.reset()
     compiled: Any = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    # From the second number of images on, torch compiles for any.
+    # From the second number of images on, torch compiles for others, too.
     for count in (32, 29, 7):
         some = images[:count].clone().requires_grad_()
         leaves = [some, *layer.parameters()]
