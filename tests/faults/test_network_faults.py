@@ -166,7 +166,7 @@ def test_a_slow_link_to_mlflow_gets_every_file_and_the_training_waits_for_none(
         until(lambda: list(experiment.folder.glob("runs/*/journal.jsonl")), process)
         until(lambda: experiment.journal("finished"), process, 240)
         # No step waits for the mirror: on a busy machine it may have just begun.
-        (run,) = until(lambda: client.search_runs([one.experiment_id for one in client.search_experiments()]), process)
+        (run,) = until(lambda: client.search_runs([one.experiment_id for one in client.search_experiments()]), process, every_seconds=1)
         behind = max(line["values"].get("train/samples", 0) for line in experiment.journal("metrics"))
         # Figures overtake files: one is on its way, and still is when the last loss is there.
         assert until(lambda: not_ready(client, run), process, 60, 0.2) == {"PENDING"}
