@@ -20,7 +20,7 @@ FEW_PIXELS = 16
 # Channels that leave times those that enter: so many make a product of matrices for each place in the window worth its call. In bf16 that
 # is faster than oneDNN for more pixels, too.
 MANY_WEIGHTS, FEW_FOR_MANY_WEIGHTS = 128 * 256, 49
-# In a lane: of fewer, one that is computed alone trained no faster.
+# In a lane, for products with AVX2: one of fewer that is computed alone takes longer with them.
 FEWEST_IMAGES = 8
 OWN_OF_TORCH = nn.Conv2d._conv_forward  # pyright: ignore[reportPrivateUsage]
 Pair = tuple[int, int]
@@ -63,15 +63,15 @@ def convolve(layer: Any, compute: Compute, products: bool, input: Tensor, weight
     full_products = plain and full and products_pay and shape.stride == (1, 1)
     if full_products and winograd.pays(len(input) // lanes, weight, shape.made):
         return winograd.convolve(input, weight, bias, shape.before, lanes)
-    many = not full and weight.shape[2:] != (1, 1) and math.prod(weight.shape[:2]) >= MANY_WEIGHTS
+    many_weights = math.prod(weight.shape[:2]) >= MANY_WEIGHTS
+    many = not full and weight.shape[2:] != (1, 1) and many_weights
     pixels = math.prod(shape.made)
     if plain and pixels <= (FEW_FOR_MANY_WEIGHTS if many else FEW_PIXELS) and products_pay:
-        many = math.prod(weight.shape[:2]) >= MANY_WEIGHTS
-        return by_products(small_maps.by_place if many else small_maps.by_window, input, weight, bias, shape)
-    many_products = products and full_products and len(input) // lanes >= FEWEST_IMAGES and machine.avx2_at_most()
-    if many_products and by_rows.pays(weight, shape.before, pixels):
+        return by_products(small_maps.by_place if many_weights else small_maps.by_window, input, weight, bias, shape)
+    avx2 = products and full_products and len(input) // lanes >= FEWEST_IMAGES and machine.avx2_at_most()
+    if avx2 and by_rows.pays(weight, shape.before, pixels):
         return by_products(by_rows.by_rows, input, weight, bias, shape)
-    if many_products and one_channel.pays(weight, bias):
+    if avx2 and one_channel.pays(weight, bias):
         return by_products(one_channel.by_image, input, weight, bias, shape)
     # A class that computes otherwise may add zeros of its own.
     alone = shape.unseen if torchs else input.shape[-2:].numel() <= FEW_PIXELS

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from pipeline.data.store import read_manifest
 from pipeline.hardware import machine
-from pipeline.lanes_at_once import at_once
+from pipeline.lanes_at_once import OfLanes, at_once
 from pipeline.models import by_rows, one_channel, small_maps
 from pipeline.models.cpu_layers import by_products, replace_kernels, shape_of
 from pipeline.parallel.lanes import draws
@@ -28,7 +28,7 @@ def avx2_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # A layer, the side of its images, and what computes its weights' gradient.
-LAYERS: dict[str, tuple[nn.Conv2d, int, Callable[..., Tensor | None]]] = {
+LAYERS: dict[str, tuple[nn.Conv2d, int, Callable[..., OfLanes]]] = {
     "5 by 5": (nn.Conv2d(20, 50, 5), 13, by_rows.by_rows),
     "3 by 3 without bias": (nn.Conv2d(16, 48, 3, bias=False), 9, by_rows.by_rows),
     "2 by 6": (nn.Conv2d(8, 48, (2, 6)), 10, by_rows.by_rows),
@@ -39,7 +39,7 @@ LAYERS: dict[str, tuple[nn.Conv2d, int, Callable[..., Tensor | None]]] = {
 }
 
 
-def layer_of(name: str) -> tuple[nn.Conv2d, Tensor, Callable[..., Tensor | None]]:
+def layer_of(name: str) -> tuple[nn.Conv2d, Tensor, Callable[..., OfLanes]]:
     """A layer with its kernels, images, and what computes its weights' gradient."""
     torch.manual_seed(1)
     layer, side, products = LAYERS[name]
@@ -50,8 +50,8 @@ def layer_of(name: str) -> tuple[nn.Conv2d, Tensor, Callable[..., Tensor | None]
     return layer, images, products
 
 
-def products_of(found: Tensor) -> Callable[..., Tensor | None] | None:
-    """What computes the weights' gradient of a convolution; None where torch does."""
+def products_of(found: Tensor) -> Callable[..., OfLanes] | None:
+    """What computes the weights' gradient of a convolution, where it is one of the project's products."""
     return getattr(found.grad_fn, "compute", None)
 
 
